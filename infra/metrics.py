@@ -10,11 +10,9 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.registry import Collector
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
-from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from infra.database import dead_letters
-from infra.database.orders.states import OPEN_STATES
+from infra.database import dead_letters, fleet_counts
 from infra.database.startup import read_holder
 from infra.database.workers import passes
 from infra.doctor import measures
@@ -218,51 +216,6 @@ class MetricsPage(Collector):
         return (generate_latest(registry) + generate_latest(counted)).decode()
 
 
-#: Metric, its labels and the value.
-_COUNTS = text(f"""
-select 'berth_workers_in_use', array[pool], count(*) from worker_sessions
- where ended_at is null and connected_at is not null group by pool
-union all
-select 'berth_orders_unsettled', array[wanted.state],
-       (select count(*) from orders where orders.state = wanted.state)
-  from (values ('submitting'), ('unknown')) as wanted (state)
-union all
-select 'berth_orders_unsettled', array['needs_attention'], count(*) from orders
- where attention is not null
-   and state in ({", ".join(f"'{state}'" for state in sorted(OPEN_STATES))})
-union all
-select 'berth_switches_closed', array[split_part(scope, '\\:', 1), state], count(*) from switches
- where state <> 'open' group by 2
-union all
-select 'berth_differences_open', array[cast(blocks as text)], count(distinct (user_id, account_id))
-  from reconciliations where resolved_at is null group by blocks
-union all
-select 'berth_person_matches_open', '{{}}', count(*) from person_matches where resolved_at is null
-union all
-select 'berth_instrument_changes_open', '{{}}', count(*) from instrument_changes
- where resolved_at is null
-union all
-select 'berth_instrument_loads_failing', array[broker, state], 1 from instrument_loads
- where state in ('refused', 'failed')
-   and id in (select max(id) from instrument_loads where ended_at is not null group by broker)
-   and broker in (select broker from instrument_sources)
-union all
-select 'berth_certificates_expiring', array[wanted.days],
-       (select count(*) from broker_accounts where not simulation
-           and certificate_expires_at
-             <= clock_timestamp() + make_interval(days => cast(wanted.days as int)))
-  from (values ('0'), ('1'), ('7'), ('30')) as wanted (days)
-union all
-select 'berth_entities', array[state, kind], count(*) from entity_findings
- where state in ('paused', 'missing')
-    or (state in ('rebuilt', 'ended') and seen_at > clock_timestamp() - interval '1 hour')
- group by state, kind
-union all
-select 'berth_startup_tasks_open', '{{}}', count(*) from startup_tasks where ended_at is null
-""")  # noqa: S608 - constants of ours
-_AGE = text("select extract(epoch from clock_timestamp() - cast(:began_at as timestamptz))::float8")
-
-
 async def write_fleet_metrics(
     page: MetricsPage, client: Redis, session: AsyncSession, pool: str
 ) -> None:
@@ -270,7 +223,7 @@ async def write_fleet_metrics(
     SQLAlchemy's errors when PostgreSQL is."""
     page.add("berth_pool_ready", await client.zcard(keys.pool_ready(pool)), pool)
     page.add("berth_pool_waiting", await client.zcard(keys.pool_wait_queue(pool)), pool)
-    for name, labels, count in await session.execute(_COUNTS):
+    for name, labels, count in await fleet_counts.count_fleet(session):
         page.add(name, count, *labels)
     page.add("berth_primary", (await read_holder(session)).pid is not None)
     for kind, count in (await dead_letters.count_letters(session)).items():
@@ -308,7 +261,7 @@ async def _write_maintenance(page: MetricsPage, session: AsyncSession) -> None:
         return
     page.add(
         "berth_maintenance_age_seconds",
-        await session.scalar(_AGE, {"began_at": last.began_at}) or 0.0,
+        await fleet_counts.seconds_since(session, last.began_at),
     )
     page.add("berth_maintenance_workers", last.scanned)
     page.add("berth_maintenance_guarded", 1 if last.guarded else 0)

@@ -1,5 +1,5 @@
-"""What several workflows share: reading signals,
-carried state, continue-as-new, and the work of a day.
+"""Functions that several workflows share: reading signals, carried state, continue-as-new, and the
+work of a day.
 
 Anybody who reaches Temporal can send anything. A handler that raises fails its workflow's task
 again and again, until somebody resets the workflow. So handlers take every payload, and drop with a
@@ -27,7 +27,8 @@ T = TypeVar("T")
 
 
 def read_payload(signal: str, payload: tuple[Any, ...], message_type: type[T]) -> T | None:
-    """The one message that `signal` carries; None, and logged, when it is something else."""
+    """Returns the one message that `signal` carries. Logs and returns None if it is something
+    else."""
     why = f"{len(payload)} values instead of one"
     if len(payload) == 1:
         try:
@@ -40,7 +41,7 @@ def read_payload(signal: str, payload: tuple[Any, ...], message_type: type[T]) -
 
 
 def is_empty_payload(signal: str, payload: tuple[Any, ...]) -> bool:
-    """Whether the signal carries nothing, or `null`, as it should; else it is logged."""
+    """Returns True if the signal carries nothing, or `null`, as it should; logs it otherwise."""
     empty = payload in ((), (None,))
     if not empty:
         _log_dropped(signal, f"{len(payload)} values instead of none")
@@ -52,20 +53,22 @@ def _log_dropped(signal: str, why: str) -> None:
 
 
 def carried_state(kind: type[T], carried: Mapping[str, Any] | None) -> T:
-    """The state of the run before, from its plain dict; fields of another release are dropped."""
+    """Makes the state of the run before from its plain dict. Drops fields of another release."""
     state: T = value_to_type(kind, carried or {})
     return state
 
 
 def copied_fields(source: object, kind: type[Any]) -> dict[str, Any]:
-    """The fields of dataclass `kind` that `source` has, too: a view of a state."""
+    """Returns the fields of dataclass `kind` that `source` has, too. Used to make a view of a
+    state."""
     return {
         name: getattr(source, name) for name in kind.__dataclass_fields__ if hasattr(source, name)
     }
 
 
 async def wait_until(condition: Callable[[], bool], seconds: float | None, summary: str) -> bool:
-    """Whether the condition came to hold within `seconds`; None: no limit."""
+    """Waits for the condition, at most `seconds` (None: without a limit). Returns False if the time
+    is up first."""
     try:
         await workflow.wait_condition(condition, timeout=seconds, timeout_summary=summary)
     except TimeoutError:
@@ -74,21 +77,24 @@ async def wait_until(condition: Callable[[], bool], seconds: float | None, summa
 
 
 def raise_cancellation(error: FailureError) -> None:
-    """Ends a run that somebody cancelled while it waited for an activity; it would else go on as if
-    nothing had happened, and end only if the cancellation met it between two activities."""
+    """Raises `error` again if it is the cancellation of the run.
+
+    Without this, a run that is cancelled while it waits for an activity would take the failed
+    activity for an ordinary failure and continue.
+    """
     if is_cancelled_exception(error) and workflow.patched("a cancellation ends the run"):
         raise error
 
 
 def continue_as_new(given: object) -> NoReturn:
-    """Goes on in a new run on the current version;
-    it would else be pinned to the old (docs/adr/0007)."""
+    """Continues in a new run on the current version. Without the option, the new run would be
+    pinned to the version of this one (docs/adr/0007)."""
     workflow.continue_as_new(
         given, initial_versioning_behavior=workflow.ContinueAsNewVersioningBehavior.AUTO_UPGRADE
     )
 
 
-async def day_elsewhere(
+async def delegate_day(
     run: Any,
     given: Any,
     plan: MorningPlan | StatementsPlan,
@@ -98,10 +104,11 @@ async def day_elsewhere(
     begun: str,
     summary: str,
 ) -> T | None:
-    """The `result` of a run that has no work of its own; None: it has.
+    """Has the work of a day done once, by a child workflow that is named after the day.
 
-    There is nothing to do, or the run was not given the day: then a child named by the day does the
-    work, so that a second start on the same day does nothing (and has `begun` as its reason).
+    Returns None if this run is that child: it has to do the work itself. Otherwise returns the
+    child's result, or a result with a reason: `plan.reason` if there is nothing to do that day,
+    `begun` if another run has begun it.
     """
     if plan.reason:
         workflow.set_current_details(f"### Nothing to do on {plan.day}\n\n{plan.reason}")

@@ -111,7 +111,7 @@ class ClaimActivities:
         `RedisError`. All of these may be followed by a repeat.
         """
         if request.failed:
-            await self._canaries.failed(request.pool, request.failed[-1], request.user_id)
+            await self._canaries.count_failed(request.pool, request.failed[-1], request.user_id)
         claimed = await self._assign_worker(request)
         entry, worker = claimed.entry, claimed.worker
         if claimed.adopted is not None:
@@ -166,7 +166,7 @@ class ClaimActivities:
             if self.traces is not None:
                 began, ended = result.claimed_at, result.connected_at
                 self.traces.add("worker login", self.traces.context("claim"), began, ended)
-            await self._canaries.served(worker.pool, worker.version)
+            await self._canaries.count_served(worker.pool, worker.version)
         return result
 
     async def _assign_worker(self, request: ClaimRequest) -> _ClaimedWorker:
@@ -175,7 +175,7 @@ class ClaimActivities:
         Skips at most `MAX_ENTRIES_TRIED` invalid entries, so that a forged one cannot block claims;
         then it returns the status `empty`.
         """
-        avoid = await self._canaries.to_avoid(request.pool, request.failed)
+        avoid = await self._canaries.find_to_avoid(request.pool, request.failed)
         refused: set[str] = set()
         while len(refused) < MAX_ENTRIES_TRIED:
             try:

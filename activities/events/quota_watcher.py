@@ -26,7 +26,7 @@ import asyncio
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -119,52 +119,97 @@ class Totals(NamedTuple):
     worked: float
 
 
+class KeyspaceUse(NamedTuple):
+    """What one writer, or the whole server, holds in Valkey."""
+
+    names: int = 0
+    #: Bytes.
+    size: int = 0
+
+
 @dataclass(eq=False)
-class NameCounts:
-    """The walk over all names: what each writer holds, as far as it has come."""
+class NameWalk:
+    """Counts all names by writer, without I/O, and decides when a walk has to hurry.
+
+    | state | left by |
+    |---|---|
+    | at the start: nothing is counted | `begin`, then `add` after each step |
+    | under way: `held` has the counts so far | `finish` after the last step, else `abandon` |
+
+    `finish` keeps what later decisions need: the fleets' holdings, the largest share of a quota,
+    and the totals that the server had when the walk began.
+    """
 
     cursor: bytes = b"0"
-    #: Names and bytes by writer.
-    held: dict[str, tuple[int, int]] = field(default_factory=dict)
-    #: The largest share of a quota that somebody held in the last whole walk.
-    largest: float = 0.0
-    #: Names and bytes of fleets in the last whole walk, by tag.
-    fleets: dict[str, tuple[int, int]] = field(default_factory=dict)
+    #: By writer, in the present walk.
+    held: dict[str, KeyspaceUse] = field(default_factory=dict)
+    #: The largest share of a quota that somebody held in the last complete walk.
+    largest_share: float = 0.0
+    #: By tag of the fleet, in the last complete walk.
+    _fleets: dict[str, KeyspaceUse] = field(default_factory=dict)
+    #: The server's totals when the present walk began, and the least of them since the last
+    #: complete walk began; None before the first complete walk.
+    _began_with: KeyspaceUse = field(default_factory=KeyspaceUse)
+    _baseline: KeyspaceUse | None = None
+
+    @property
+    def is_at_start(self) -> bool:
+        return self.cursor == b"0"
+
+    def must_hurry(self, present: KeyspaceUse) -> bool:
+        """Returns True before the first complete walk, and when the server holds far more than at
+        the last one."""
+        if self._baseline is None:
+            return True
+        names = min(self._baseline.names, present.names)
+        size = min(self._baseline.size, present.size)
+        self._baseline = KeyspaceUse(names, size)
+        return present.size - size > HURRY_BYTES or present.names - names > HURRY_NAMES
+
+    def begin(self, present: KeyspaceUse) -> None:
+        self._began_with = present
 
     def add(self, reply: list[Any]) -> list[tuple[str, str]]:
-        """Adds a reply of `measure_names.lua`; returns those beyond their quota, with the
-        reason."""
+        """Adds a reply of `measure_names.lua`. Returns the writers beyond their quota, with the
+        reason; fleets have none (`held_by_fleet`)."""
         self.cursor, counts = bytes(reply[0]), reply[1:]
         offenders = []
-        for writer, names, size in zip(counts[::3], counts[1::3], counts[2::3], strict=True):
-            held = self.held.get(text_of(writer), (0, 0))
-            held = self.held[text_of(writer)] = (held[0] + int(names), held[1] + int(size))
-            if _tag_of(text_of(writer)):
-                continue
-            if held[0] > MAX_NAMES or held[1] > MAX_BYTES:
+        for word, names, size in zip(counts[::3], counts[1::3], counts[2::3], strict=True):
+            writer = text_of(word)
+            before = self.held.get(writer, KeyspaceUse())
+            held = KeyspaceUse(before.names + int(names), before.size + int(size))
+            self.held[writer] = held
+            if not _tag_of(writer) and (held.names > MAX_NAMES or held.size > MAX_BYTES):
                 offenders.append(
-                    (text_of(writer), f"holds {held[0]} names and {held[1]} bytes or more")
+                    (writer, f"holds {held.names} names and {held.size} bytes or more")
                 )
         return offenders
 
-    def end_walk(self) -> None:
-        self.fleets = {tag: held for name, held in self.held.items() if (tag := _tag_of(name))}
+    def finish(self) -> None:
+        self._fleets = {tag: held for writer, held in self.held.items() if (tag := _tag_of(writer))}
         shares = (
-            max(names / MAX_NAMES, size / MAX_BYTES)
-            for name, (names, size) in self.held.items()
-            if not _tag_of(name)
+            max(held.names / MAX_NAMES, held.size / MAX_BYTES)
+            for writer, held in self.held.items()
+            if not _tag_of(writer)
         )
-        self.largest = max(shares, default=0.0)
+        self.largest_share = max(shares, default=0.0)
+        self._baseline = self._began_with
         self.held = {}
 
-    def held_by_fleet(self, tag: str) -> tuple[int, int]:
-        """Return names and bytes of a fleet: of the last whole walk, or what this one has found."""
-        before, present = self.fleets.get(tag, (0, 0)), self.held.get(f"fleet {tag}", (0, 0))
-        return max(before[0], present[0]), max(before[1], present[1])
+    def abandon(self) -> None:
+        """Forgets the present walk; the next one begins at the start."""
+        self.cursor, self.held = b"0", {}
+
+    def held_by_fleet(self, tag: str) -> KeyspaceUse:
+        """Returns a fleet's holdings: of the last complete walk or of the present one, whichever
+        counted more."""
+        before = self._fleets.get(tag, KeyspaceUse())
+        present = self.held.get(f"fleet {tag}", KeyspaceUse())
+        return KeyspaceUse(max(before.names, present.names), max(before.size, present.size))
 
 
 def _tag_of(writer: str) -> str:
-    """Return the tag of a fleet that `writer_lib.lua` names; empty for another writer."""
+    """Returns the tag of a fleet that `writer_lib.lua` names; empty for another writer."""
     return writer.removeprefix("fleet ") if writer.startswith("fleet ") else ""
 
 
@@ -177,6 +222,15 @@ _CLIENT = re.compile(
 )
 
 
+class ClientTotals(NamedTuple):
+    """What one connection has done since it was made."""
+
+    #: Bytes to and from the server.
+    sent: int = 0
+    received: int = 0
+    commands: int = 0
+
+
 class SlowTime(NamedTuple):
     """What a client's slow commands took."""
 
@@ -186,13 +240,12 @@ class SlowTime(NamedTuple):
 
 @dataclass
 class UserActivity:
-    """What one Valkey user's clients have done since the last look."""
+    """What one Valkey user's connections did between two reads of the list of clients."""
 
     connections: int = 0
-    #: Bytes, both ways.
-    traffic: int = 0
-    #: Bytes that it sent.
+    #: Bytes to the server, and both ways.
     sent: int = 0
+    traffic: int = 0
     commands: int = 0
     #: Seconds that commands of 1 ms and more took, and their number.
     slow: float = 0.0
@@ -200,23 +253,84 @@ class UserActivity:
 
     @property
     def longest(self) -> float:
-        """Return the seconds that its commands can have taken at most."""
+        """Returns the seconds that its commands can have taken at most."""
         return self.slow + (self.commands - self.slow_commands) * SLOW_S
+
+    def add(self, before: ClientTotals, now: ClientTotals, slow: SlowTime) -> None:
+        """Adds what one connection did since the read before."""
+        self.connections += 1
+        self.sent += now.sent - before.sent
+        self.traffic += now.sent + now.received - before.sent - before.received
+        self.commands += now.commands - before.commands
+        self.slow += slow.seconds
+        self.slow_commands += slow.commands
+
+    def excess(self, span: float, *, is_fleet: bool) -> str:
+        """Returns which quota this exceeds in `span` seconds; '' if none."""
+        if self.connections > (MAX_FLEET_CONNECTIONS if is_fleet else MAX_CONNECTIONS):
+            return f"has {self.connections} connections"
+        if is_fleet and self.sent > MAX_FLEET_RATE * span:
+            return f"sends {self.sent / span / 1e6:.0f} MB a second"
+        if not is_fleet and self.traffic > MAX_RATE * span:
+            return f"sends and gets {self.traffic / span / 1e6:.0f} MB a second"
+        return ""
+
+    def load(self, span: float, all_commands: int, *, is_fleet: bool) -> str:
+        """Returns how these commands keep a busy server busy; '' if they do not.
+
+        A fleet with much to do sends most of all commands, so only its slow ones count.
+        """
+        if self.slow > BUSY_SHARE * span:
+            return f"keeps Valkey busy for {self.slow / span:.0%} of the time by slow commands"
+        sends_most = self.commands > BUSY_SHARE * all_commands
+        if not is_fleet and sends_most and self.longest > BUSY_SHARE * span:
+            return f"keeps Valkey busy by {self.commands / span:.0f} commands a second"
+        return ""
+
+
+@dataclass
+class ValkeyUserState:
+    """What earlier reads of the list of clients have shown about one worker or one fleet."""
+
+    is_fleet: bool
+    #: The last read showed that it keeps a busy server busy. A second one in a row makes it an
+    #: offender.
+    is_suspect: bool = False
+    #: Of a fleet: bytes by which memory has grown, as far as what it sent can be the cause.
+    grown: int = 0
+
+    def note_load(self, load: str) -> bool:
+        """Notes how it keeps the server busy, '' if it does not. Returns True the second time in a
+        row."""
+        was_suspect, self.is_suspect = self.is_suspect, bool(load)
+        return was_suspect and self.is_suspect
+
+    def note_growth(self, growth: int, activity: UserActivity) -> None:
+        """Notes that memory has grown by `growth` bytes while the fleet did this."""
+        caused = BYTES_PER_SENT * activity.sent + BYTES_PER_COMMAND * activity.commands
+        self.grown = max(0, self.grown + min(growth, caused))
 
 
 @dataclass(eq=False)
 class ClientCounts:
-    """What each Valkey user does, from lists of clients; without I/O."""
+    """Finds users beyond a quota in lists of clients; without I/O."""
 
-    #: By user of a fleet: bytes by which memory has grown, as far as what it sent can be the cause.
-    grown: dict[str, int] = field(default_factory=dict)
-    #: Bytes from and to each client, and its commands, at the last look; and when that was.
-    _seen: dict[bytes, tuple[int, int, int]] = field(default_factory=dict)
-    #: Bytes that the server used then; None before the first look.
+    #: By client id, at the last read; and when that was.
+    _clients: dict[bytes, ClientTotals] = field(default_factory=dict)
+    _read_at: float = -math.inf
+    #: Bytes that the server used then; None before the first read.
     _used: int | None = None
-    _looked_at: float = -math.inf
-    #: Users who kept a busy server busy at the last look.
-    _suspects: set[bytes] = field(default_factory=set)
+    #: Workers of the last read, and all fleets that were ever connected.
+    _watched: dict[str, ValkeyUserState] = field(default_factory=dict)
+
+    @property
+    def grown(self) -> dict[str, int]:
+        """Returns by how many bytes each fleet's user has made memory grow."""
+        return {name: user.grown for name, user in self._watched.items() if user.is_fleet}
+
+    def forget_growth(self, fleet: str) -> None:
+        if fleet in self._watched:
+            self._watched[fleet].grown = 0
 
     def look(
         self,
@@ -230,85 +344,99 @@ class ClientCounts:
         """Adds a reply of CLIENT LIST; returns the users beyond a quota, with the reason.
 
         `used`: bytes that the server uses. `is_busy`: its thread works for more than `BUSY_SHARE`
-        of the time. `slow`: what slow commands took since the last look, by the client's address.
+        of the time. `slow`: what slow commands took since the last read, by the client's address.
         """
-        seen: dict[bytes, tuple[int, int, int]] = {}
-        users: dict[bytes, UserActivity] = {}
-        for client_id, address, user, sent, got, commands in _CLIENT.findall(listing):
-            seen[client_id] = int(sent), int(got), int(commands)
-            before = self._seen.get(client_id, (0, 0, 0))
-            activity = users.setdefault(user, UserActivity())
-            activity.connections += 1
-            activity.sent += int(sent) - before[0]
-            activity.traffic += int(sent) + int(got) - before[0] - before[1]
-            activity.commands += int(commands) - before[2]
-            slow_time = (slow or {}).get(address, SlowTime())
-            activity.slow += slow_time.seconds
-            activity.slow_commands += slow_time.commands
-        if self._used is not None:
-            self._attribute_growth(used - self._used, users)
-        self._used = used
-        span = now - self._looked_at
-        self._seen, self._looked_at = seen, now
+        activities = self._add_clients(listing, slow or {})
+        span, self._read_at = now - self._read_at, now
         if not RATE_SPAN_S <= span < 10 * RATE_SPAN_S:
             span = math.inf  # nothing is known of the time since
-        offenders = list(self._beyond_quota(users, span))
-        suspects = self._busy_users(users, span) if is_busy else {}
-        offenders += [(text_of(user), suspects[user]) for user in suspects.keys() & self._suspects]
-        self._suspects = set(suspects)
+        all_commands = sum(activity.commands for activity in activities.values())
+        watched = {
+            text_of(user): activity for user, activity in activities.items() if _is_ours(user)
+        }
+        self._watched = {
+            name: user for name, user in self._watched.items() if user.is_fleet or name in watched
+        }
+        offenders = []
+        for name, activity in watched.items():
+            is_fleet = name.startswith(FLEET_PREFIX)
+            user = self._watched.setdefault(name, ValkeyUserState(is_fleet))
+            load = activity.load(span, all_commands, is_fleet=is_fleet) if is_busy else ""
+            keeps_busy = user.note_load(load)
+            reason = activity.excess(span, is_fleet=is_fleet) or (load if keeps_busy else "")
+            if reason:
+                offenders.append((name, reason))
+        if self._used is not None:
+            for name, user in self._watched.items():
+                if user.is_fleet:
+                    user.note_growth(used - self._used, watched.get(name, UserActivity()))
+        self._used = used
         return offenders
 
-    def _attribute_growth(self, growth: int, users: Mapping[bytes, UserActivity]) -> None:
-        """Adds the memory's growth since the last look to the fleets that may have caused it."""
-        for user in (*self.grown, *map(text_of, users)):
-            if user.startswith(FLEET_PREFIX):
-                self.grown.setdefault(user, 0)
-        for user, before in self.grown.items():
-            activity = users.get(user.encode(), UserActivity())
-            caused = BYTES_PER_SENT * activity.sent + BYTES_PER_COMMAND * activity.commands
-            self.grown[user] = max(0, before + min(growth, caused))
+    def _add_clients(
+        self, listing: bytes, slow: Mapping[bytes, SlowTime]
+    ) -> dict[bytes, UserActivity]:
+        """Returns what each user did since the last read."""
+        clients: dict[bytes, ClientTotals] = {}
+        activities: dict[bytes, UserActivity] = {}
+        for client_id, address, user, sent, received, commands in _CLIENT.findall(listing):
+            totals = ClientTotals(int(sent), int(received), int(commands))
+            before = self._clients.get(client_id, ClientTotals())
+            clients[client_id] = totals
+            activity = activities.setdefault(user, UserActivity())
+            activity.add(before, totals, slow.get(address, SlowTime()))
+        self._clients = clients
+        return activities
 
-    def _beyond_quota(
-        self, users: Mapping[bytes, UserActivity], span: float
-    ) -> Iterator[tuple[str, str]]:
-        for user, activity in users.items():
-            is_fleet = user.startswith(_FLEETS)
-            if not is_fleet and not user.startswith(_WORKERS):
-                continue
-            if activity.connections > (MAX_FLEET_CONNECTIONS if is_fleet else MAX_CONNECTIONS):
-                yield text_of(user), f"has {activity.connections} connections"
-            elif is_fleet:
-                if activity.sent > MAX_FLEET_RATE * span:
-                    yield text_of(user), f"sends {activity.sent / span / 1e6:.0f} MB a second"
-            elif activity.traffic > MAX_RATE * span:
-                yield (
-                    text_of(user),
-                    f"sends and gets {activity.traffic / span / 1e6:.0f} MB a second",
-                )
 
-    def _busy_users(self, users: Mapping[bytes, UserActivity], span: float) -> dict[bytes, str]:
-        """Returns the workers and fleets whose commands a busy server works on, with the reason.
+def _is_ours(user: bytes) -> bool:
+    """Returns True for a worker's and a fleet's Valkey user."""
+    return user.startswith(_WORKERS) or user.startswith(_FLEETS)
 
-        A fleet with much to do sends most of all commands: only slow ones count.
-        """
-        total = sum(activity.commands for activity in users.values())
-        reasons: dict[bytes, str] = {}
-        for user, activity in users.items():
-            is_fleet = user.startswith(_FLEETS)
-            if not is_fleet and not user.startswith(_WORKERS):
-                continue
-            if activity.slow > BUSY_SHARE * span:
-                share = activity.slow / span
-                reasons[user] = f"keeps Valkey busy for {share:.0%} of the time by slow commands"
-            elif (
-                not is_fleet
-                and activity.commands > BUSY_SHARE * total
-                and activity.longest > BUSY_SHARE * span
-            ):
-                reasons[user] = (
-                    f"keeps Valkey busy by {activity.commands / span:.0f} commands a second"
-                )
-        return reasons
+
+@dataclass(eq=False)
+class ServerLoad:
+    """Decides from the server's totals when the list of clients has to be read; without I/O."""
+
+    #: The server's thread was busy in the last span of `RATE_SPAN_S`.
+    is_busy: bool = False
+    #: When the list was asked for.
+    _listed_at: float = -math.inf
+    #: Bytes that were used when it was read, and the least number of connections since then.
+    _listed_used: int = 0
+    _connections: int = 0
+    #: Seconds that the thread had worked, and when that was read.
+    _worked: float = 0.0
+    _worked_at: float = -math.inf
+
+    def needs_list(self, now: float, totals: Totals, busy_share: float) -> bool:
+        """Notes the totals of now. Returns True if they are suspicious and the list was not read
+        just before."""
+        if now - self._worked_at >= RATE_SPAN_S:
+            share = (totals.worked - self._worked) / (now - self._worked_at)
+            self._worked, self._worked_at = totals.worked, now
+            self.is_busy = share > busy_share
+        self._connections = min(self._connections, totals.connections)
+        is_suspicious = (
+            totals.connections - self._connections > MORE_CONNECTIONS
+            or abs(totals.memory.used - self._listed_used) > CHANGED_BYTES
+            or self.is_busy
+            or totals.traffic > BUSY_RATE
+        )
+        return is_suspicious and self.may_list(now)
+
+    def may_list(self, now: float) -> bool:
+        """Returns True if the last read is long enough ago to compute rates."""
+        return now - self._listed_at >= RATE_SPAN_S
+
+    def note_asked(self, now: float) -> None:
+        """Notes that the list is asked for. If the read fails, it is repeated as soon as
+        `may_list` allows it, because the totals stay suspicious."""
+        self._listed_at = now
+
+    def note_listed(self, totals: Totals) -> None:
+        """Notes that the list was read and its users were checked."""
+        self._listed_used, self._connections = totals.memory.used, totals.connections
 
 
 @dataclass(eq=False, repr=False)
@@ -325,21 +453,13 @@ class QuotaWatcher:
     busy_share: float = BUSY_SHARE
 
     def __post_init__(self) -> None:
-        self.counts = NameCounts()
+        self._walk = NameWalk()
         self._clients = ClientCounts()
-        #: Memory and names when the last whole walk began, and when this one did.
-        self._known: tuple[int, int] | None = None
-        self._began: tuple[int, int] = (0, 0)
-        self._connections = 0
-        #: Bytes that were used at the last look at the clients.
-        self._used = 0
-        self._clients_at = -math.inf
-        #: When the thread's time was read, and what it was; whether it was busy in the span before.
-        self._worked: tuple[float, float] = (-math.inf, 0.0)
-        self._is_busy = False
+        self._load = ServerLoad()
         #: The number of the last slow command that was read.
         self._last_slow: int | None = None
-        self._unreadable = False
+        #: The last attempt to read Valkey failed, and the log says so.
+        self._is_unreadable = False
 
     async def run(self) -> None:
         while True:
@@ -358,48 +478,29 @@ class QuotaWatcher:
                 shown_at = began
             try:
                 await self.look()
-                self._unreadable = False
+                self._is_unreadable = False
             except (RedisError, OSError) as error:
-                if not self._unreadable:
+                if not self._is_unreadable:
                     log.warning(
                         "quotas_not_watched", error=type(error).__name__, reason=str(error)[:200]
                     )
-                self._unreadable = True
+                self._is_unreadable = True
             await asyncio.sleep(max(0.0, began + TICK_S - time.monotonic()))
 
     async def look(self) -> None:
-        """Reads the totals, reads the clients if the totals are suspicious, and walks on over the
-        names. Raises `RedisError`."""
-        totals = await self.read_totals()
+        """Reads the totals, reads the list of clients if they are suspicious, and takes the next
+        steps of the walk. Raises `RedisError`."""
+        totals = await self._read_totals()
         now = time.monotonic()
-        has_more_connections = totals.connections - self._connections > MORE_CONNECTIONS
-        if now - self._worked[0] >= RATE_SPAN_S:
-            share = (totals.worked - self._worked[1]) / (now - self._worked[0])
-            self._worked, self._is_busy = (now, totals.worked), share > self.busy_share
-        memory_changed = abs(totals.memory.used - self._used) > CHANGED_BYTES
-        suspicious = (
-            has_more_connections or memory_changed or self._is_busy or totals.traffic > BUSY_RATE
-        )
-        if suspicious and now - self._clients_at >= RATE_SPAN_S:
-            await self._look_at_clients(now, totals.memory)
-        self._connections = (
-            totals.connections
-            if has_more_connections
-            else min(self._connections, totals.connections)
-        )
-        present = (totals.memory.used, totals.names)
-        if self._known is None:  # the first walk is a whole one
-            self._known = (-HURRY_BYTES - 1, 0)
-        known = self._known = (min(self._known[0], present[0]), min(self._known[1], present[1]))
-        if present[0] - known[0] > HURRY_BYTES or present[1] - known[1] > HURRY_NAMES:
-            await self.walk(present)
-            return
-        names = min(totals.names / WALK_S, WALK_RATE) * TICK_S
-        for _ in range(math.ceil(names / STEP)):
-            if await self._step(present):
-                break
+        if self._load.needs_list(now, totals, self.busy_share):
+            await self._check_clients(now, totals)
+        present = KeyspaceUse(totals.names, totals.memory.used)
+        if self._walk.must_hurry(present):
+            await self._walk_at_once(present)
+        else:
+            await self._walk_for_a_tick(present)
 
-    async def read_totals(self) -> Totals:
+    async def _read_totals(self) -> Totals:
         async with self.client.pipeline(transaction=False) as pipe:
             pipe.info("memory")
             pipe.dbsize()
@@ -415,68 +516,79 @@ class QuotaWatcher:
         connections = int(clients["connected_clients"])
         return Totals(MemoryUse.of(memory), int(names), connections, rate * 1024, worked)
 
-    async def walk(self, present: tuple[int, int]) -> None:
+    # --- names ------------------------------------------------------------------------------------
+
+    async def _walk_at_once(self, present: KeyspaceUse) -> None:
         """Walks over all names once, as fast as Valkey answers. Stops early if it finds an
         offender."""
-        self.counts.cursor, self.counts.held = b"0", {}
-        while not await self._step(present):
-            if time.monotonic() - self._clients_at >= RATE_SPAN_S:
-                totals = await self.read_totals()
-                await self._look_at_clients(time.monotonic(), totals.memory)
+        self._walk.abandon()
+        while not await self._take_step(present):
+            if self._load.may_list(time.monotonic()):
+                totals = await self._read_totals()
+                await self._check_clients(time.monotonic(), totals)
 
-    async def _step(self, present: tuple[int, int]) -> bool:
+    async def _walk_for_a_tick(self, present: KeyspaceUse) -> None:
+        """Takes the steps that a walk of `WALK_S` seconds needs in each tick."""
+        names = min(present.names / WALK_S, WALK_RATE) * TICK_S
+        for _ in range(math.ceil(names / STEP)):
+            if await self._take_step(present):
+                break
+
+    async def _take_step(self, present: KeyspaceUse) -> bool:
         """Takes one step of the walk; returns True after the last one.
 
         A walk that has found an offender ends there: the next one begins while the names of the
         offender are removed.
         """
-        counts = self.counts
-        if counts.cursor == b"0":
-            self._began = present
+        walk = self._walk
+        if walk.is_at_start:
+            walk.begin(present)
         reply = await valkey.run_script(
-            self.client, scripts.MEASURE_NAMES, [], [counts.cursor, STEP, MAX_NAMES]
+            self.client, scripts.MEASURE_NAMES, [], [walk.cursor, STEP, MAX_NAMES]
         )
-        for writer, reason in counts.add(reply):
+        for writer, reason in walk.add(reply):
             if await self.cutting.cut_off_writer(writer, reason):
-                counts.cursor, counts.held = b"0", {}
+                walk.abandon()
                 return True
-        if counts.cursor != b"0":
+        if not walk.is_at_start:
             return False
-        counts.end_walk()
-        LARGEST_SHARE.set(counts.largest)
-        self._known = self._began
+        walk.finish()
+        LARGEST_SHARE.set(walk.largest_share)
         return True
 
-    async def _look_at_clients(self, now: float, memory: MemoryUse) -> None:
-        self._clients_at, self._used = now, memory.used
-        slow = await self._read_slow_commands() if self._is_busy else None
+    # --- connections, traffic and time ------------------------------------------------------------
+
+    async def _check_clients(self, now: float, totals: Totals) -> None:
+        """Reads the list of clients and cuts off those beyond a quota."""
+        self._load.note_asked(now)
+        is_busy = self._load.is_busy
+        slow = await self._read_slow_commands() if is_busy else None
         listing = await reply_of(self.client.execute_command("CLIENT", "LIST"))  # type: ignore[no-untyped-call]
         for user, reason in self._clients.look(
-            now, listing, is_busy=self._is_busy, slow=slow, used=memory.used
+            now, listing, is_busy=is_busy, slow=slow, used=totals.memory.used
         ):
             if user.startswith(FLEET_PREFIX):
                 await self._cut_off_fleet(user, reason)
             else:
                 await self.cutting.cut_off(Offender(worker_id=user), reason)
-        limit = memory.limit * MAX_FLEET_GROWTH or MAX_FLEET_BYTES
-        for user, grown in list(self._clients.grown.items()):
-            names, size = self.counts.held_by_fleet(user.removeprefix(FLEET_PREFIX))
+        limit = totals.memory.limit * MAX_FLEET_GROWTH or MAX_FLEET_BYTES
+        for user, grown in self._clients.grown.items():
+            names, size = self._walk.held_by_fleet(user.removeprefix(FLEET_PREFIX))
             if grown > limit and (size > limit / 2 or names > MANY_NAMES):
                 await self._cut_off_fleet(user, f"holds {names} names and {size} bytes or more")
+        self._load.note_listed(totals)
 
     async def _cut_off_fleet(self, user: str, reason: str) -> None:
         """Raises `RedisError`; then what the fleet has grown by still counts at the next look."""
         if self.job_users is not None:
             await self.job_users.cut_off(user.removeprefix(FLEET_PREFIX), reason)
-        self._clients.grown.pop(user, None)
+        self._clients.forget_growth(user)
 
     async def _read_slow_commands(self) -> dict[bytes, SlowTime]:
         """Returns what slow commands took since the last call, by the client's address."""
         entries = await self.client.slowlog_get(SLOW_COMMANDS)
-        last, self._last_slow = (
-            self._last_slow,
-            max((int(entry["id"]) for entry in entries), default=0),
-        )
+        last = self._last_slow
+        self._last_slow = max((int(entry["id"]) for entry in entries), default=0)
         slow: dict[bytes, SlowTime] = {}
         for entry in entries:
             if last is not None and int(entry["id"]) > last:

@@ -41,10 +41,9 @@ from workflows.user_worker.messages import RecordTimeline
 #: Begins the reason for which a person has to look at an order.
 LATE_NEWS = "a worker that is long gone has news of it"
 
-#: Seconds before a batch without orders is written. Nobody waits for it, but a worker sends it
-#: right before it answers its claim, and what is done at once takes the CPU from whoever waits for
-#: that: 6 of 63 ms.
-ORDERLESS_PAUSE = 0.02
+#: Seconds before a batch without orders is written. Nobody waits for it. A worker sends it right
+#: before it answers its claim, and writing it at once would delay that answer by 6 of 63 ms.
+ORDERLESS_PAUSE_S = 0.02
 
 log = structlog.get_logger()
 
@@ -56,8 +55,8 @@ class Recorder:
     database: Database
     _: KW_ONLY
     traces: Traces | None = None
-    #: An account whose books differ from the broker's takes no orders. Each comparison is sent to
-    #: its worker then, by `send_control`.
+    #: If True, an account whose books differ from the broker's takes no orders, and the result of
+    #: each comparison is sent to the account's worker by `send_control`.
     differences_block: bool = False
     send_control: Callable[[ControlMessage], Awaitable[None]] | None = None
 
@@ -67,7 +66,11 @@ class Recorder:
         self._refused = RefusalCounter(REFUSED.labels("order event").inc)
 
     async def handle(self, events: Sequence[Event], received_ms: Sequence[int] = ()) -> None:
-        """Raises `DatabaseUnavailable`: then the batch comes again."""
+        """Writes a batch of events. `received_ms` says when each was received.
+
+        A batch of order events that change no quantity, the usual one, is one statement. Any other
+        is one transaction. Raises `DatabaseUnavailable`; the batch comes again then.
+        """
         received = received_ms or [time.time_ns() // 1_000_000] * len(events)
         chosen = [
             (event, at)
@@ -76,14 +79,16 @@ class Recorder:
         ]
         order_events, order_times = [event for event, _ in chosen], [at for _, at in chosen]
         if not order_events:
-            await asyncio.sleep(ORDERLESS_PAUSE)
-        unchanged = all(event.quantity is None for event in order_events)
-        if order_events and unchanged and len(order_events) == len(events):
+            await asyncio.sleep(ORDERLESS_PAUSE_S)
+        has_only_orders = len(order_events) == len(events)
+        changes_quantity = any(event.quantity is not None for event in order_events)
+        if order_events and has_only_orders and not changes_quantity:
             recorded = await recording.record_events_alone(self.database, order_events, order_times)
             self._log_unknown(order_events, recorded)
             await self._trace(order_events, recorded.fresh)
             if not recorded.late:
                 return
+            # The transaction below has a person look at the late ones; a repeat changes nothing.
         late: list[OrderEvent] = []
         fresh: frozenset[str] = frozenset()
         compared: list[BooksCompared] = []
@@ -157,8 +162,11 @@ class Recorder:
                 log.error("events_of_unknown_order", order_id=event.order_id, user_id=event.user_id)
 
     def _names_its_order(self, event: OrderEvent) -> bool:
-        """Whether the event's id begins with the order's: else a worker could use up the id of
-        another order's event, which would then count as a repeat."""
+        """Returns True if the event's id begins with the order's id.
+
+        Otherwise a worker could use up the id of another order's event, which would then count as
+        a repeat.
+        """
         if event.event_id.startswith(f"{event.order_id}:"):
             return True
         if self._refused.add(event.user_id):
@@ -181,15 +189,16 @@ async def _comparison_of(session: AsyncSession, event: AccountReported) -> Books
 
 
 async def _show_late(session: AsyncSession, events: Sequence[OrderEvent]) -> None:
-    """Has a person look at orders of which a worker has news that ended long ago. The reason names
-    no more than the epoch, so that repeats change nothing."""
+    """Has a person look at orders about which a worker reports whose assignment ended long ago. The
+    reason names only the epoch, so that repeats change nothing."""
     for event in events:
         reason = f"{LATE_NEWS}: assignment {event.epoch}, which ended over a day before"
         await attention.demand_attention(session, uuid.UUID(event.order_id), reason)
 
 
 def _late_letter(event: OrderEvent) -> DeadLetter:
-    """Keeps what the worker said: an order that is final is on nobody's list."""
+    """Returns a dead letter with the worker's message. A final order is not on the list for
+    operators, so the letter is the only trace of the message."""
     return DeadLetter(
         kind="late",
         source=f"{event.user_id}:{event.epoch}",
@@ -215,8 +224,8 @@ class TimelineActivity:
 
     @activity.defn
     async def record_timeline(self, request: RecordTimeline) -> None:
-        """Raises `DatabaseUnavailable`; an error that is not retried for rows that PostgreSQL never
-        takes."""
+        """Writes rows of the timeline. Raises `DatabaseUnavailable`, and an error that is not
+        retried for rows that PostgreSQL refuses for good."""
         rows = [asdict(transition) for transition in request.transitions]
         try:
             await self._database.write(

@@ -18,14 +18,15 @@ import msgspec
 import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
-from sqlalchemy import func, select, update
 
 from activities.reports.daily import note_failed_statement
+from infra.database import kept_jobs
 from infra.database.dead_letters import DeadLetter, delete_open, put_letter, reason_of
 from infra.database.engine import DatabaseUnavailable
-from infra.database.locks import lease_due, seconds_from_now
+from infra.database.kept_jobs import KeptJob
+from infra.database.locks import seconds_from_now
 from infra.jobs.applications import ApplicationDirectory, JobApplication
-from infra.jobs.kept import CHECK, JobSettings, KeptJob, KeptJobs, queued_form
+from infra.jobs.kept import KeptJobs, queued_form
 from infra.temporal.starter import WorkerStarter
 from infra.valkey import client as valkey
 from infra.valkey.job_users import JobUsers
@@ -130,19 +131,13 @@ class KeptJobSweeper:
                 continue
             tag = tags[valkey.text_of(stream)]
             owner = "" if tag == job_keys.FLEET_TAG else tag
-            names = {valkey.text_of(told.get(b"job")).replace("\0", "") for _, told in entries}
-            ended = KeptJob.job_id.in_(names)
-            live = KeptJob.user_id == owner, KeptJob.sealed != b""
-            async with self._kept.database.session() as session:
-                check = update(KeptJob).where(ended, *live).values(check_at=func.clock_timestamp())
-                await session.execute(check)
+            names = {valkey.text_of(fields.get(b"job")).replace("\0", "") for _, fields in entries}
+            await self._kept.database.write(kept_jobs.check_now, owner, names)
             self._cursors[tag] = entries[-1][0]
 
     async def restore_settings(self) -> None:
         """Writes settings that Valkey has lost, or that are not those of PostgreSQL."""
-        async with self._kept.database.session(autocommit=True) as session:
-            rows = (await session.scalars(select(JobSettings))).all()
-        for row in rows:
+        for row in await self._kept.database.fetch(kept_jobs.load_settings):
             call = job_calls.configure(row.fields, job_keys.tag_of(row.user_id))
             with suppress(ResponseError):  # a user's worker may make another kind of key of it
                 there = await valkey.reply_of(self._client.hmget(call.keys[0], list(row.fields)))
@@ -155,9 +150,7 @@ class KeptJobSweeper:
     async def sweep(self) -> int:
         """Checks the jobs that are due; returns how many there were. Raises `RedisError`,
         `DatabaseUnavailable`."""
-        due = lease_due(KeptJob.check_at).returning(KeptJob)
-        async with self._kept.database.session() as session:
-            rows = (await session.scalars(due, {"most": MAX_JOBS_PER_ROUND, "lease": CHECK})).all()
+        rows = await self._kept.database.write(kept_jobs.lease_due_jobs, MAX_JOBS_PER_ROUND)
         for row in sorted(rows, key=lambda kept: kept.created_at):
             try:
                 await self._check(row)

@@ -1,8 +1,8 @@
-"""Reads and writes a pool in Valkey: the entries of its workers, and the line (the queue of users
-who wait while the pool may not grow).
+"""Reads and writes a pool in Valkey: the entries of its workers, and the wait queue of users who
+asked for a worker while the pool may not grow.
 
-The line serves users in the order in which they came. A user keeps their place by asking again
-within `LINE_PLACE_TTL_S`; asking more often gives no better place.
+The wait queue serves users in the order in which they came. A user keeps their position by asking
+again within `WAIT_QUEUE_TTL_S`; asking more often does not improve it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,9 +18,9 @@ from infra.vault.key_pairs import OrchestratorKeys
 from worker_runtime.protocol import keys, scripts, sealing
 from workflows.user_worker.messages import WorkerRef
 
-#: Seconds after which a user who does not ask again leaves the line; six times the wait of
+#: Seconds after which a user who does not ask again leaves the wait queue; six times the wait of
 #: `POOL_EXHAUSTED`.
-LINE_PLACE_TTL_S = 30.0
+WAIT_QUEUE_TTL_S = 30.0
 #: Events that are taken at a worker's end at once. The rest waits for the next round.
 MAX_LAST_EVENTS = 1000
 MAX_LAST_EVENT_BYTES = 4 * 1024 * 1024
@@ -29,18 +29,19 @@ MAX_LAST_EVENT_BYTES = 4 * 1024 * 1024
 MAX_EVENT_BYTES_PER_ROUND = 65_536
 
 
-async def place_in_line(client: Redis, pool: str, user_id: str) -> int:
-    """Returns the user's position in the line, 0 for the first. Adds a new user at the end."""
+async def join_wait_queue(client: Redis, pool: str, user_id: str) -> int:
+    """Returns the user's position in the wait queue, 0 for the first. Adds a new user at the
+    end."""
     reply = await valkey.run_script(
         client,
         scripts.JOIN_WAIT_QUEUE,
         [keys.pool_wait_queue(pool), keys.pool_last_asked(pool)],
-        [user_id, int(LINE_PLACE_TTL_S * 1000)],
+        [user_id, int(WAIT_QUEUE_TTL_S * 1000)],
     )
     return int(reply)
 
 
-async def leave_line(client: Redis, pool: str, user_id: str) -> None:
+async def leave_wait_queue(client: Redis, pool: str, user_id: str) -> None:
     async with client.pipeline(transaction=True) as pipe:
         pipe.zrem(keys.pool_wait_queue(pool), user_id)
         pipe.zrem(keys.pool_last_asked(pool), user_id)
@@ -79,13 +80,13 @@ async def claim_entry(
     """Takes the longest-ready worker for this claim; a repeat returns the same one.
 
     With `user_id`, leaves workers of version `avoid` in the pool, drops those in `refused`, and
-    takes none while users ahead in the line need every ready worker.
+    takes none while users ahead in the wait queue need every ready worker.
     """
     key_names = [keys.pool_ready(pool), keys.pool_claim(pool, claim_id)]
     args: list[Any] = [claim_id, keys.pool_worker_prefix(pool), keys.CLAIM_TTL]
     if user_id:
         key_names += [keys.pool_wait_queue(pool), keys.pool_last_asked(pool)]
-        args += [user_id, int(LINE_PLACE_TTL_S * 1000), avoid, REFUSED_ABOVE, *refused]
+        args += [user_id, int(WAIT_QUEUE_TTL_S * 1000), avoid, REFUSED_ABOVE, *refused]
     status, *fields = await valkey.run_script(client, scripts.CLAIM, key_names, args)
     # 'empty' names none, 'gone' only a worker.
     worker_id, public_key, proof = (*fields, None, None, None)[:3]

@@ -126,7 +126,7 @@ class LaunchActivities:
         worker_id, replacement = launched_for(request.claim_id)
         await self._check_limit(request, snapshot.limit, worker_id)
         is_announced = partial(self._is_announced, keys.pool_born(request.pool, request.claim_id))
-        avoid = await self._canaries.to_avoid(request.pool, request.failed)
+        avoid = await self._canaries.find_to_avoid(request.pool, request.failed)
         release = avoid.before if avoid else snapshot.release
         spec = self._spec(worker_id, request.pool, request.claim_id, release)
         token = f"claim-{request.claim_id}"
@@ -154,7 +154,7 @@ class LaunchActivities:
                 spec, token, seconds_left, partial(is_announced, worker_id)
             )
         if snapshot.limit is not None:
-            await entries.leave_line(self.client, request.pool, request.user_id)
+            await entries.leave_wait_queue(self.client, request.pool, request.user_id)
         return launched
 
     async def _is_announced(self, born: str, worker_id: str) -> bool:
@@ -190,10 +190,10 @@ class LaunchActivities:
         if worker_id in running:  # a repeat
             return
         remaining = max(limit - len(running), 0)
-        place = await entries.place_in_line(self.client, request.pool, request.user_id)
-        if place >= remaining:
+        position = await entries.join_wait_queue(self.client, request.pool, request.user_id)
+        if position >= remaining:
             raise ApplicationError(
-                f"{len(running)} of {limit} workers run; place {place + 1} in the line",
+                f"{len(running)} of {limit} workers run; position {position + 1} in the wait queue",
                 type=errors.PoolExhausted.code,
                 non_retryable=True,
             )

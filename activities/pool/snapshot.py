@@ -114,7 +114,7 @@ class HostProvisioner:
 
     def __post_init__(self) -> None:
         self._warm = scaling.warm_hosts(
-            self.rate, least=self.warm, cold_start=scaling.COLD_START + ROUND_INTERVAL_S
+            self.rate, least=self.warm, cold_start=scaling.COLD_START_S + ROUND_INTERVAL_S
         )
         self._logged = ""
 

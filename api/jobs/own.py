@@ -21,9 +21,10 @@ from api.jobs import schemas
 from api.jobs.service import view
 from infra.berth_jobs.options import JobDefaults, JobOptions, job_fields
 from infra.database.engine import DatabaseUnavailable
+from infra.database.kept_jobs import KeptJob
 from infra.jobs.arguments import MAX_LEVELS, levels_of
 from infra.jobs.client import JobState
-from infra.jobs.kept import KeptJob, KeptJobs
+from infra.jobs.kept import KeptJobs
 from infra.jobs.registry import ArgumentsInvalid, TypeRegistry, TypeVersion
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol import manifest as wire

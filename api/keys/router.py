@@ -1,239 +1,35 @@
 """Routes of administrators: API keys, the images that workers may be launched from, the audit
 trail."""
 
-from datetime import UTC, datetime, timedelta
-from typing import Annotated, Any, Self
+from typing import Annotated
 from uuid import UUID
 
 from fastapi import APIRouter, Query
-from pydantic import Field, computed_field, field_validator, model_validator
 
 from api.container import Call
 from api.http import problems
 from api.http.errors import GrantTooWide, NotFound
-from api.http.fields import EMPTY_IS_NONE, Body, OfUser, PlainText, Reason, Rows, UserId, View
-from api.http.grants import require_grant
-from api.http.rights import (
-    APPLICATION_SCOPE_PATTERN,
-    SCOPES_OF,
-    Role,
-    Scope,
-    jobs_scope,
-    known_applications,
-    known_scopes,
+from api.http.fields import OfUser, Reason, Rows
+from api.keys.schemas import (
+    IMAGE_PATTERN,
+    ApiKeyList,
+    ApiKeyRequest,
+    ApiKeyView,
+    AuditEntryView,
+    AuditPage,
+    AuditQuery,
+    ImageList,
+    ImageRequest,
+    ImageView,
+    NewApiKeyView,
+    RevokedApiKeyView,
+    RotationRequest,
 )
-from api.http.times import AwareTime, QueryStart
-from infra.database import api_keys, audit, images, users
+from api.keys.service import create_key, revoke_key, rotate_key
+from infra.database import api_keys, audit, images
 from infra.database.api_keys import ApiKeyNotFound
-from infra.database.models import ApiKey
-from infra.database.trading import webhooks as stored_webhooks
 from infra.database.users import UserNotFound
 from infra.jobs.applications import ApplicationNotFound
-from infra.market.calendar import HOME_ZONE_NAME
-from infra.networks import parse_network
-
-#: Networks that a key may list, and things made by a revoked key that the answer lists.
-MAX_SOURCES, MAX_LISTED = 32, 100
-#: Printable ASCII: without spaces, and with them.
-IMAGE_PATTERN = r"^[!-~]+$"
-TEXT_PATTERN = r"^[ -~]*$"
-
-
-#: For the jobs of one application.
-ApplicationScope = Annotated[str, Field(pattern=APPLICATION_SCOPE_PATTERN)]
-
-
-class ApiKeyRequest(Body):
-    """A new key. A user's key needs the user, who must exist; the other roles have none."""
-
-    role: Role
-    user_id: UserId | None = None
-    label: str = Field(
-        min_length=1, max_length=128, pattern=TEXT_PATTERN, description="What it is for."
-    )
-    scopes: list[Scope | ApplicationScope] | None = Field(
-        default=None,
-        min_length=1,
-        description="What it may do; null: all that its role may do. `jobs:shop` is for jobs of "
-        "the application shop only.",
-    )
-    sources: list[Annotated[str, Field(max_length=64)]] = Field(
-        default_factory=list,
-        max_length=MAX_SOURCES,
-        description="Addresses or networks (CIDR) that may use it; empty: those of the key "
-        "that makes it.",
-    )
-    expires_at: AwareTime | None = Field(
-        default=None, description="When it ends; left out: after 90 days; null: when it is revoked."
-    )
-
-    @field_validator("sources")
-    @classmethod
-    def _are_networks(cls, sources: list[str]) -> list[str]:
-        return list(dict.fromkeys(str(parse_network(source)) for source in sources))
-
-    @model_validator(mode="after")
-    def _has_a_user_or_not(self) -> Self:
-        if (self.role is Role.USER) != (self.user_id is not None):
-            raise ValueError("a user's key needs user_id, and only that")
-        if self.expires_at is not None and self.expires_at <= datetime.now(UTC):
-            raise ValueError("expires_at has passed")
-        words = set(self.scopes or ())
-        applications = {jobs_scope(name) for name in known_applications(words)}
-        allowed = set() if self.role is Role.USER else applications
-        if surplus := sorted(words - SCOPES_OF[self.role] - allowed):
-            known = ", ".join(sorted(SCOPES_OF[self.role]))
-            raise ValueError(
-                f"the role {self.role} has no scope {', '.join(surplus)}; it has: {known}"
-            )
-        return self
-
-    @property
-    def ends_at(self) -> datetime | None:
-        if "expires_at" in self.model_fields_set:
-            return self.expires_at
-        return datetime.now(UTC) + api_keys.KEY_LIFE
-
-
-class RotationRequest(Body):
-    """How long the old key still counts."""
-
-    overlap_hours: float = Field(default=24.0, ge=0, le=720)
-
-
-_SCOPES = Field(
-    description="What it may do; null: all that its role may do (a key from before scopes)."
-)
-_SOURCES = Field(description="Addresses or networks that may use it; empty: all.")
-
-
-class ApiKeyView(View):
-    """A key without its token."""
-
-    id: UUID
-    prefix: str = Field(description="How the token begins.")
-    label: Annotated[str | None, EMPTY_IS_NONE]
-    role: Role
-    user_id: str | None
-    scopes: Annotated[list[str] | None, _SCOPES]
-    sources: Annotated[list[str], _SOURCES]
-    created_at: datetime
-    made_by: UUID | None = Field(description="The API key that made it, where that is known.")
-    last_used_at: datetime | None = Field(description="To the minute.")
-    expires_at: datetime | None
-    revoked_at: datetime | None
-
-    @computed_field(  # type: ignore[prop-decorator]
-        description="It was made before there were scopes: rotate it, so that it gets an end."
-    )
-    @property
-    def unrestricted(self) -> bool:
-        return self.scopes is None
-
-
-class NewApiKeyView(View):
-    """The token is shown this once."""
-
-    id: UUID
-    role: Role
-    api_key: str = Field(repr=False)
-    scopes: Annotated[list[str] | None, _SCOPES]
-    sources: Annotated[list[str], _SOURCES]
-    expires_at: datetime | None
-
-    @classmethod
-    def of(cls, key: ApiKey, token: str) -> Self:
-        return cls(
-            id=key.id,
-            role=Role(key.role),
-            api_key=token,
-            scopes=key.scopes,
-            sources=key.sources,
-            expires_at=key.expires_at,
-        )
-
-
-class MadeWebhookView(View):
-    """A webhook that a revoked key had made."""
-
-    id: UUID
-    user_id: str
-    account_id: str
-    label: str
-    revoked_at: datetime | None = Field(description="null: it still takes signals.")
-
-
-class RevokedApiKeyView(ApiKeyView):
-    """A key that was revoked, and what it had made that was still in use."""
-
-    webhooks_revoked: int
-    webhooks_left: int = Field(description="They still take signals.")
-    webhooks: list[MadeWebhookView] = Field(description="The first 100.")
-    api_keys: list[ApiKeyView] = Field(
-        description="Keys that it had made, and those that these had made: the first 100."
-    )
-
-
-class ApiKeyList(View):
-    """A page of keys, the latest first."""
-
-    api_keys: list[ApiKeyView]
-    next_cursor: UUID | None = None
-
-
-class ImageRequest(Body):
-    """An image, named exactly: by its digest, or as a revision of a task definition on ECS."""
-
-    image: str = Field(pattern=IMAGE_PATTERN, max_length=512)
-    reason: Reason = "requested"
-
-
-class ImageView(View):
-    image: str
-    actor: str = Field(description="Who put it on the list.")
-    reason: str
-    added_at: datetime
-
-
-class ImageList(View):
-    images: list[ImageView]
-
-
-class AuditQuery(Body):
-    """Which entries of the audit trail."""
-
-    actor: PlainText | None = Field(None, max_length=128, description="A part of who did it.")
-    action: PlainText | None = Field(
-        None, max_length=64, description="How it begins, such as `api_key.`"
-    )
-    subject: PlainText | None = Field(
-        default=None, max_length=160, description="To whom or what, such as `user:alice`."
-    )
-    since: QueryStart | None = Field(
-        default=None,
-        description=f"At or after this time. A day begins at midnight in {HOME_ZONE_NAME}.",
-    )
-    cursor: int | None = Field(
-        default=None, ge=1, le=2**63 - 1, description="As `next_cursor` says."
-    )
-    limit: int = Field(default=100, ge=1, le=1000)
-
-
-class AuditEntryView(View):
-    """Who did what to whom."""
-
-    id: int
-    at: datetime
-    actor: str = Field(description="The key's label and id, or the part of Berth.")
-    action: str
-    subject: str
-    data: dict[str, Any]
-
-
-class AuditPage(View):
-    entries: list[AuditEntryView]
-    next_cursor: int | None
-
 
 router = APIRouter(prefix="/api-keys", tags=["keys"])
 image_router = APIRouter(prefix="/images", tags=["images"])
@@ -287,32 +83,7 @@ async def create_api_key(body: ApiKeyRequest, call: Call) -> NewApiKeyView:
     It gets no scope that the key that makes it does not have, and no address that it may not be
     used from.
     """
-    scopes = SCOPES_OF[body.role] if body.scopes is None else frozenset(body.scopes)
-    for application in known_applications(scopes):
-        await call.services.job_types.applications.require(application)
-    sources = body.sources or [str(network) for network in call.caller.sources]
-    require_grant(call.caller, scopes, sources)
-    ends = body.ends_at
-    async with call.database.session() as session:
-        if body.user_id is not None:
-            await users.get_user(session, body.user_id)
-        await api_keys.require_room(session, body.user_id)
-        token = call.services.tokens.make()
-        new = await api_keys.create_api_key(
-            session,
-            token,
-            body.role.value,
-            body.user_id,
-            body.label,
-            ends,
-            scopes=scopes,
-            sources=sources,
-            made_by=UUID(call.caller.key_id),
-        )
-        asked = body.model_dump(mode="json")
-        asked |= {"scopes": new.scopes, "sources": sources, "expires_at": ends and ends.isoformat()}
-        audit.append_entry(session, call.actor, "api_key.created", f"key:{new.id}", **asked)
-    return NewApiKeyView.of(new, token)
+    return await create_key(call, body)
 
 
 @router.get("/self", summary="Look at the API key of this call")
@@ -330,7 +101,7 @@ async def get_own_key(call: Call) -> ApiKeyView:
 )
 async def rotate_own_key(body: RotationRequest, call: Call) -> NewApiKeyView:
     """As rotating it by its id. An operator's key, too, may do this."""
-    return await _rotate(call, UUID(call.caller.key_id), body)
+    return await rotate_key(call, UUID(call.caller.key_id), body)
 
 
 @router.delete(
@@ -343,7 +114,7 @@ async def revoke_own_key(
     keys: WithKeys = False,
 ) -> RevokedApiKeyView:
     """As revoking it by its id. Any key may do this: whoever finds one ends it."""
-    return await _revoke(call, UUID(call.caller.key_id), reason, webhooks=webhooks, keys=keys)
+    return await revoke_key(call, UUID(call.caller.key_id), reason, webhooks=webhooks, keys=keys)
 
 
 @router.post(
@@ -359,30 +130,7 @@ async def rotate_api_key(key_id: UUID, body: RotationRequest, call: Call) -> New
     A key from before scopes gets all scopes of its role, and 90 days. A user's key rotates the
     user's own keys, and none that may do more than itself.
     """
-    return await _rotate(call, key_id, body)
-
-
-async def _rotate(call: Call, key_id: UUID, body: RotationRequest) -> NewApiKeyView:
-    token, overlap = call.services.tokens.make(), timedelta(hours=body.overlap_hours)
-    async with call.database.session() as session:
-        old = await api_keys.get_api_key(
-            session, key_id, user_id=call.caller.user_id, valid=True, lock=True
-        )
-        await api_keys.require_room(session, old.user_id)
-        role = Role(old.role)
-        scopes: frozenset[str] = known_scopes(old.scopes) or frozenset()
-        scopes |= {jobs_scope(name) for name in known_applications(old.scopes)}
-        if old.scopes is None:
-            scopes = SCOPES_OF[role]
-        if key_id != UUID(call.caller.key_id):
-            require_grant(call.caller, scopes, old.sources or ["0.0.0.0/0", "::/0"])
-        new = await api_keys.rotate_api_key(
-            session, old, token, overlap, scopes=scopes, made_by=UUID(call.caller.key_id)
-        )
-        ends = old.expires_at and old.expires_at.isoformat()
-        subject, became = f"key:{key_id}", f"key:{new.id}"
-        audit.append_entry(session, call.actor, "api_key.rotated", subject, to=became, ends=ends)
-    return NewApiKeyView.of(new, token)
+    return await rotate_key(call, key_id, body)
 
 
 @router.delete(
@@ -400,51 +148,7 @@ async def revoke_api_key(
 
     What the key has made outlives it unless `webhooks` and `keys` are given: the answer lists it.
     """
-    return await _revoke(call, key_id, reason, webhooks=webhooks, keys=keys)
-
-
-async def _revoke(
-    call: Call, key_id: UUID, reason: str, *, webhooks: bool, keys: bool
-) -> RevokedApiKeyView:
-    async with call.database.session() as session:
-        if call.caller.user_id is not None:
-            await api_keys.get_api_key(session, key_id, user_id=call.caller.user_id)
-        made_keys = await api_keys.keys_made_by(session, key_id)
-        ended = [key_id, *(key.id for key in made_keys)] if keys else [key_id]
-        for made_id in ended[1:]:
-            await api_keys.revoke_api_key(session, made_id)
-            audit.append_entry(
-                session,
-                call.actor,
-                "api_key.revoked",
-                f"key:{made_id}",
-                reason=reason,
-                made_by=str(key_id),
-            )
-        key = await api_keys.revoke_api_key(session, key_id)
-        made = await stored_webhooks.webhooks_made_by(session, ended)
-        if webhooks:
-            for hook in made:
-                await stored_webhooks.revoke_webhook(
-                    session, hook.user_id, hook.id, actor=call.actor
-                )
-            for hook in made:
-                await session.refresh(hook)
-        revoked = len(made) if webhooks else 0
-        about = {"reason": reason, "webhooks": revoked, "keys": len(ended) - 1}
-        audit.append_entry(session, call.actor, "api_key.revoked", f"key:{key_id}", **about)
-        if keys:
-            for made_key in made_keys:
-                await session.refresh(made_key)
-    for ended_id in ended:  # PostgreSQL's notification comes to this process later, too
-        call.services.authenticator.forget(str(ended_id))
-    return RevokedApiKeyView(
-        **ApiKeyView.model_validate(key).model_dump(exclude={"unrestricted"}),
-        webhooks_revoked=revoked,
-        webhooks_left=len(made) - revoked,
-        webhooks=[MadeWebhookView.model_validate(hook) for hook in made[:MAX_LISTED]],
-        api_keys=[ApiKeyView.model_validate(made_key) for made_key in made_keys[:MAX_LISTED]],
-    )
+    return await revoke_key(call, key_id, reason, webhooks=webhooks, keys=keys)
 
 
 @image_router.get("", summary="List allowed images")

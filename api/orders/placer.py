@@ -248,8 +248,41 @@ class OrderPlacer:
         lifetime_s = self.deadline
         if not_after is not None:
             lifetime_s = max(0.0, min(lifetime_s, not_after - began))
+        new = self._new_order(user_id, body, actor, parent, generation, lifetime_s)
+        if body.price_rounding is schemas.OrderPriceRounding.PASSIVE:
+            new = await self.checks.round_price(new)
+        try:
+            bounds = await self.checks.check(new)
+        except CheckFailed:
+            # A repeat returns its first order, even if the checks would refuse it now.
+            first_bounds = await self._load_bounds_of_first(user_id, body.client_order_id)
+            if first_bounds is None:
+                raise
+            bounds = first_bounds
+        if body.allow_duplicate:
+            bounds = bounds._replace(duplicate_window_s=-bounds.duplicate_window_s)
+        if session is None:
+            accepted = await acceptance.accept_order_alone(self.database, new, bounds)
+        else:
+            accepted = await acceptance.accept_order(session, new, bounds)
+        if not accepted.same_request:
+            raise ClientOrderIdReused
+        if not accepted.new:
+            return await self._resume_order(accepted, bounds, generation, began)
+        request = self._request_of(accepted.order, bounds, lifetime_s, new.trace)
+        return PendingOrder(accepted.order, request, began + lifetime_s, began)
+
+    def _new_order(
+        self,
+        user_id: str,
+        body: schemas.OrderRequest,
+        actor: str,
+        parent: ParentRequest | None,
+        generation: str,
+        lifetime_s: float,
+    ) -> acceptance.NewOrder:
         terms = {name: getattr(body, name) for name in _TERMS}
-        new = acceptance.NewOrder(
+        return acceptance.NewOrder(
             **terms,
             user_id=user_id,
             fingerprint=parent.fingerprint if parent else body.fingerprint,
@@ -262,44 +295,48 @@ class OrderPlacer:
             origin=parent.origin if parent else "",
             trace=self.traces.context("order") if self.traces is not None else "",
         )
-        if body.price_rounding is schemas.OrderPriceRounding.PASSIVE:
-            new = await self.checks.round_price(new)
-        try:
-            bounds = await self.checks.check(new)
-        except CheckFailed:
-            # A repeat returns its first order, even if the checks would refuse it now.
-            async with self.database.session(autocommit=True) as reading:
-                known = await orders_by_client_ids(reading, user_id, [body.client_order_id])
-                if not known:
-                    raise
-                bounds = await acceptance.kept_bounds(reading, known[body.client_order_id].id)
-        if body.allow_duplicate:
-            bounds = bounds._replace(duplicate_window_s=-bounds.duplicate_window_s)
-        if session is None:
-            accepted = await acceptance.accept_order_alone(self.database, new, bounds)
-        else:
-            accepted = await acceptance.accept_order(session, new, bounds)
-        if not accepted.same_request:
-            raise ClientOrderIdReused
+
+    async def _load_bounds_of_first(
+        self, user_id: str, client_order_id: str
+    ) -> acceptance.OrderBounds | None:
+        """Returns the bounds of the order that has this client order id; None if there is none."""
+        async with self.database.session(autocommit=True) as reading:
+            known = await orders_by_client_ids(reading, user_id, [client_order_id])
+            if not known:
+                return None
+            return await acceptance.kept_bounds(reading, known[client_order_id].id)
+
+    def _request_of(
+        self, row: StoredOrder, bounds: acceptance.OrderBounds, lifetime_s: float | None, trace: str
+    ) -> PlaceOrder:
+        """Returns the message that the worker gets."""
+        channel = self.answers.channels.name_of(row.user_id)
+        request = place_request(row, channel, self.unknown_blocks, lifetime_s, trace)
+        return replace(request, **bounds.price_fields)
+
+    async def _resume_order(
+        self,
+        accepted: acceptance.AcceptedOrder,
+        bounds: acceptance.OrderBounds,
+        generation: str,
+        began: float,
+    ) -> PendingOrder | PlacementResult:
+        """Continues with the first order of a repeat: sends it if it may still have to be sent,
+        else returns its result."""
         row = accepted.order
-        trace = new.trace if accepted.new else ""
-        channel = self.answers.channels.name_of(user_id)
-        # A repeat has its first order's lifetime: `not_after` is an instant, so what was left of it
-        # now would make the order look as if it was accepted now, and not before a server of Valkey
-        # that may be an older copy.
-        own_lifetime_s = lifetime_s if accepted.new else None
-        request = place_request(row, channel, self.unknown_blocks, own_lifetime_s, trace)
-        request = replace(request, **bounds.price_fields)
-        if accepted.new:
-            return PendingOrder(row, request, began + lifetime_s, began)
         try:
             order = await self.reader.with_latest_answer(row)
         except RedisError as error:
             failure = ValkeyUnavailable(explain_failure(error))
             return PlacementResult(view_of(row), new=False, failure=failure)
-        waits = order.state in IN_QUEUE or order.state is OrderState.SUBMITTING
-        if not waits or row.generation != generation or accepted.seconds_left <= 0:
+        is_waiting = order.state in IN_QUEUE or order.state is OrderState.SUBMITTING
+        # After a loss of Valkey's data, the sweeper settles the order.
+        if not is_waiting or row.generation != generation or accepted.seconds_left <= 0:
             return PlacementResult(order, new=False, failure=failure_of(order))
+        # It has its first order's lifetime: `not_after` is an instant, so what was left of it now
+        # would make the order look as if it was accepted now, and not before a server of Valkey
+        # that may be an older copy.
+        request = self._request_of(row, bounds, None, "")
         return PendingOrder(row, request, began + accepted.seconds_left, began, latest_view=order)
 
     async def follow_order(

@@ -32,7 +32,7 @@ from api.http.times import QueryEnd, QueryStart
 from api.instruments import router as instruments
 from api.jobs import router as jobs
 from api.keys import router as keys
-from api.keys.router import AuditQuery
+from api.keys.schemas import AuditQuery
 from api.orders import router as orders
 from api.orders.schemas import OrderQuery, OrderStateFilter, PageCursor, Symbol
 from api.page.rendering import ROWS, InPage, PageRoute, show_template

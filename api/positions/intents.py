@@ -50,7 +50,7 @@ class IntentRun:
     since: datetime
 
     @property
-    def left(self) -> float:
+    def remaining_s(self) -> float:
         return max(0.0, self.until - time.monotonic())
 
     @property
@@ -135,7 +135,9 @@ class IntentRunner:
             opens=run.opening_id if enters else None,
         )
         try:
-            closed = await self.positions.close_position(close, run.left, not_after=not_after)
+            closed = await self.positions.close_position(
+                close, run.remaining_s, not_after=not_after
+            )
         except NoPosition:
             if not enters:
                 raise
@@ -178,7 +180,7 @@ class IntentRunner:
             order,
             run.parent_request(reduce_only=False),
             run.since,
-            run.left,
+            run.remaining_s,
             run.actor,
             but=but,
             not_after=run.not_after,
@@ -187,11 +189,11 @@ class IntentRunner:
     async def _final(self, order: OrderView, run: IntentRun) -> OrderView:
         """The order once it is final, or as it is when the time is over."""
         with self.notifications.expect(order_changes.ORDERS_CHANNEL, order.user_id) as news:
-            while not order.final and run.left:
+            while not order.final and run.remaining_s:
                 news.clear()
                 order = await read_again(self.reader, order)
                 if not order.final:
-                    await heard_within(news, min(CHECK_INTERVAL_S, run.left))
+                    await heard_within(news, min(CHECK_INTERVAL_S, run.remaining_s))
         return order
 
 

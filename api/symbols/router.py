@@ -1,14 +1,12 @@
 """Routes for the names that operators give to symbols, so that signals may use them."""
 
-from datetime import datetime
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Response
-from pydantic import Field, field_validator
 
 from api.container import Call
 from api.http import errors, problems
-from api.http.fields import Body, View
+from api.symbols.schemas import SymbolNameList, SymbolNameRequest, SymbolNameView
 from infra.database.trading import symbol_names
 
 router = APIRouter(tags=["symbols"])
@@ -22,37 +20,6 @@ Name = Annotated[
         examples=["FITX"],
     ),
 ]
-
-
-class SymbolNameRequest(Body):
-    """What a name means."""
-
-    symbol: str = Field(
-        pattern=r"^[A-Za-z0-9./_:!-]+$",
-        max_length=32,
-        description="A symbol (`2330`, `TXFL6`), or one that is understood without a table "
-        "(`TXF1!`).",
-    )
-
-    @field_validator("symbol")
-    @classmethod
-    def _in_capitals(cls, symbol: str) -> str:
-        return symbol.upper()
-
-
-class SymbolNameView(View):
-    """A name and its meaning, and who gave it."""
-
-    name: str
-    symbol: str
-    actor: str | None = Field(description="Null for users: operators are named to operators only.")
-    at: datetime
-
-
-class SymbolNameList(View):
-    """All names that operators gave, by name."""
-
-    symbols: list[SymbolNameView]
 
 
 @router.get("/symbols", summary="List names of symbols")

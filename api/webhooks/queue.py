@@ -88,7 +88,7 @@ class SignalRun:
         return self.held.call
 
     @property
-    def left(self) -> float:
+    def remaining_s(self) -> float:
         return max(0.0, self.until - time.monotonic())
 
     @property
@@ -230,9 +230,9 @@ class SignalQueue:
 
     async def _carry_out(self, held: HeldSignal, holder: UUID) -> None:
         """Carries one signal out to its end. Raises `SignalLeaseLost`, `DatabaseUnavailable`."""
-        call, until = held.call, time.monotonic() + held.left
+        call, until = held.call, time.monotonic() + held.remaining_s
         if held.taken_over:
-            self._log.warning("signal_taken_over", signal=call.id, left=round(held.left, 1))
+            self._log.warning("signal_taken_over", signal=call.id, left=round(held.remaining_s, 1))
         state, reason = signals.DONE, ""
         run: SignalRun | None = None
         try:
@@ -297,8 +297,8 @@ class SignalQueue:
                         await signals.note_obstacle(session, run.call.id, run.holder, obstacle)
             except RedisError as error:
                 obstacle = explain_failure(error)
-            if run.left <= pause:
-                await asyncio.sleep(run.left)
+            if run.remaining_s <= pause:
+                await asyncio.sleep(run.remaining_s)
                 raise _expired(obstacle)
             await asyncio.sleep(pause)
             pause = min(pause * 1.5, MAX_RETRY_PAUSE)
@@ -310,7 +310,7 @@ class SignalQueue:
         if plan is None and known:
             plan = _plan_of_release_before(run, known)
         if plan is None or not known:
-            if not run.left:
+            if not run.remaining_s:
                 before = await self._database.fetch(signals.find_predecessor, run.call)
                 raise _expired(_behind(before) if before is not None else "its turn came too late")
             plan = await self._plan(run)
@@ -390,7 +390,7 @@ class SignalQueue:
         placed = await self._positions.place_together(
             call.user_id,
             legs,
-            run.left + ANSWER_GRACE,
+            run.remaining_s + ANSWER_GRACE,
             actor_of(run.held.webhook),
             since=(plan.since or call.received_at) if alone else None,
             side=orders[0].side.value if only_closes else "",

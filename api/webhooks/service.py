@@ -298,7 +298,7 @@ class SignalReceiver:
                 delivery.webhook,
                 lane,
                 delivery.digest,
-                lasts=delivery.left,
+                lasts=delivery.remaining_s,
                 **received.columns,
             )
             if call is not None:

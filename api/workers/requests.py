@@ -24,7 +24,8 @@ from worker_runtime.protocol.requests import CancelOrder, QueryAccount, ReplaceO
 
 log = structlog.get_logger()
 
-Then = Callable[[Answer], Awaitable[None]]
+#: Called with the answer of a request.
+AnswerHandler = Callable[[Answer], Awaitable[None]]
 WorkerRequest = CancelOrder | ReplaceOrder | QueryAccount
 #: Names of the requests in metrics.
 _CALLS: dict[type[WorkerRequest], str] = {
@@ -36,6 +37,8 @@ _CALLS: dict[type[WorkerRequest], str] = {
 
 @dataclass(eq=False, repr=False)
 class WorkerRequests:
+    """Sends requests to users' workers, each once."""
+
     database: Database
     workers: WorkerClient
     traces: Traces | None = None
@@ -47,35 +50,39 @@ class WorkerRequests:
         self,
         request: WorkerRequest,
         seconds: float,
-        then: Then | None = None,
+        on_answer: AnswerHandler | None = None,
         first_epoch: int | None = None,
     ) -> asyncio.Task[Answer]:
-        """Returns the task that sends the request and waits
-        up to `seconds` for its answer. Do not cancel it.
+        """Returns the task that sends the request and waits up to `seconds` for its answer. Do not
+        cancel the task.
 
         A repeat joins the running task. A cancel that failed is sent again by a repeat, because
         cancelling an order twice does no harm; every other request is sent once per id. Starts a
         worker if there is none.
 
-        `then` is called with the answer before the task ends, even if nobody waits any more.
+        `on_answer` is called before the task ends, even if nobody waits for the task any more.
         `first_epoch`: epoch of the first worker that may have received the request; None takes the
         user's present one.
 
-        The task raises `NoAnswer` if no answer came up to 1 s after that, the error that kept a
-        worker from starting, `ValkeyUnavailable` or `DatabaseUnavailable`. A request that no worker
-        took by then is withdrawn.
+        The task withdraws a request that no worker takes in time. It raises `NoAnswer` if no
+        answer comes within 1 s after `seconds`, the error that kept a worker from starting,
+        `ValkeyUnavailable` or `DatabaseUnavailable`.
         """
         if self.traces is not None:
             request = replace(request, trace=self.traces.context(_CALLS[type(request)]))
         return self._tasks.join(
-            request.request_id, lambda: self._follow(request, seconds, then, first_epoch)
+            request.request_id, lambda: self._follow(request, seconds, on_answer, first_epoch)
         )
 
     async def close(self) -> None:
         await self._tasks.close()
 
     async def _follow(
-        self, request: WorkerRequest, seconds: float, then: Then | None, first_epoch: int | None
+        self,
+        request: WorkerRequest,
+        seconds: float,
+        on_answer: AnswerHandler | None,
+        first_epoch: int | None,
     ) -> Answer:
         deadline = time.monotonic() + seconds
         if first_epoch is None:
@@ -88,8 +95,8 @@ class WorkerRequests:
         count_answer(call, answer)
         if self.traces is not None:
             self.traces.add_broker_call(call, request.trace, answer)
-        if then is not None:
-            await then(answer)
+        if on_answer is not None:
+            await on_answer(answer)
         return answer
 
 

@@ -1,5 +1,5 @@
-"""What a broker that lists its instruments keeps: `ListsInstruments` of
-`worker_runtime/brokers/port.py`. Import these tests next to those of `suite`."""
+"""Tests of a broker that lists its instruments (`ListsInstruments` of
+`worker_runtime/brokers/port.py`). Import them next to those of `suite`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from worker_runtime.protocol.errors import SessionDown
 
 from .harness import API_KEY, SECRET_KEY, STANDSTILL, BrokerStage, HeardOrders
 
-#: Seconds that one wait for the broker may take, and a whole list.
-WAIT_S, LIST_S = 10.0, 120.0
+#: Seconds that one wait for the broker may take.
+WAIT_S = 10.0
+#: Seconds that a whole list may take.
+LIST_S = 120.0
 _decoder = msgspec.json.Decoder(Instrument)
 
 

@@ -129,7 +129,7 @@ def _job_command(
                     check(jobs, **given)
                 if act:
                     from infra.cli.keys import note_act
-                    from infra.jobs.kept import keep_settings
+                    from infra.database.kept_jobs import keep_settings
 
                     fields = {halt_field(**given): _HALTS[act]} if act in _HALTS else {}
                     keep = partial(keep_settings, user_id=owner, fields=fields)

@@ -242,7 +242,8 @@ def _next_steps(done: Rotation, *, local: bool) -> list[str]:
     files = [str(path.absolute()) for path in done.kept]
     lines = [
         f"{'made a new master key' if done.started else 'the master key is'} {done.key_id}",
-        f"rewrapped {done.rewrapped} stored credentials; {done.left} are still under an old key",
+        f"rewrapped {done.rewrapped} stored credentials; "
+        f"{done.under_old_keys} are still under an old key",
     ]
     if not files:
         return lines

@@ -344,3 +344,20 @@ async def delete_accounts(
         raise StillInUse(f"order {order_id} is not final: cancel or settle it first")
     for table in (Webhook, AccountLimits, StoredCredentials, BrokerAccount):
         await session.execute(delete(table).filter_by(**of))
+
+
+async def count_credentials_under_other_keys(session: AsyncSession, key_id: str) -> int:
+    """Counts the stored credentials that another master key than `key_id` wraps."""
+    others = StoredCredentials.master_key_id != key_id
+    return await session.scalar(select(func.count(StoredCredentials.version)).where(others)) or 0
+
+
+async def lock_credentials_under_other_key(
+    session: AsyncSession, key_id: str
+) -> StoredCredentials | None:
+    """Locks and returns one row that another master key than `key_id` wraps; skips rows that
+    somebody else has locked."""
+    others = select(StoredCredentials).where(StoredCredentials.master_key_id != key_id)
+    return await session.scalar(
+        others.limit(1).with_for_update(of=StoredCredentials, skip_locked=True)
+    )

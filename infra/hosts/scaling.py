@@ -11,10 +11,10 @@ from typing import Protocol
 from worker_runtime.protocol.errors import BerthError
 
 #: Seconds until a cold host takes workers: the longest measured.
-COLD_START = 63.0
+COLD_START_S = 63.0
 #: A host with 2 vCPU and 16 GiB takes 32 workers by CPU and 42 by soft memory (`worker_task.py`).
 #: 30 leave room for the operating system and for workers above their reservation.
-WORKERS_A_HOST = 30
+WORKERS_PER_HOST = 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +49,8 @@ class HostPlan:
 
     @property
     def target_capacity(self) -> int:
-        """Per cent of the hosts that should be in use (1 to 100),
-        for a platform that scales by itself.
+        """Returns the per cent of the hosts that should be in use (1 to 100), for a platform that
+        scales by itself.
 
         Rounded down, so that the spare part is never too small.
         """
@@ -61,7 +61,7 @@ class HostPlan:
     @property
     def reason(self) -> str:
         text = (
-            f"{self.needed} for {self.workers} workers, {WORKERS_A_HOST} a host, and "
+            f"{self.needed} for {self.workers} workers, {WORKERS_PER_HOST} a host, and "
             f"{self.warm} warm"
         )
         if self.draining:
@@ -69,17 +69,18 @@ class HostPlan:
         return text
 
 
-def warm_hosts(workers_a_second: float, *, least: int, cold_start: float = COLD_START) -> int:
-    """Returns the spare hosts that take workers at this rate until a cold host is ready."""
-    return max(least, math.ceil(max(workers_a_second, 0.0) * cold_start / WORKERS_A_HOST))
+def warm_hosts(workers_a_second: float, *, least: int, cold_start: float = COLD_START_S) -> int:
+    """Returns how many spare hosts, at least `least`, can take new workers at this rate until a
+    cold host is ready."""
+    return max(least, math.ceil(max(workers_a_second, 0.0) * cold_start / WORKERS_PER_HOST))
 
 
 def plan_hosts(workers: int, hosts: Sequence[Host] = (), *, warm: int) -> HostPlan:
-    """Plans the hosts for `workers`; those on draining hosts count,
-    since they need a place elsewhere."""
+    """Plans the hosts for `workers`. Workers on draining hosts count, since they need a place
+    elsewhere."""
     return HostPlan(
         workers=workers,
-        needed=math.ceil(max(workers, 0) / WORKERS_A_HOST),
+        needed=math.ceil(max(workers, 0) / WORKERS_PER_HOST),
         warm=warm,
         ready=sum(host.ready and not host.draining for host in hosts),
         draining=sum(host.draining for host in hosts),

@@ -204,17 +204,13 @@ class JobClient:
                 # After the confirmation, everything that is published arrives.
                 await pubsub.get_message(timeout=min(2.0, seconds))
                 job = await self.get(job_id, tag=tag)
-                while (
-                    job is not None
-                    and not job.ended
-                    and (remaining_s := until - time.monotonic()) > 0
-                ):
-                    if (
-                        await pubsub.get_message(
-                            ignore_subscribe_messages=True, timeout=remaining_s
-                        )
-                        is not None
-                    ):
+                if job is None or job.ended:
+                    return job
+                while (remaining_s := until - time.monotonic()) > 0:
+                    published = await pubsub.get_message(
+                        ignore_subscribe_messages=True, timeout=remaining_s
+                    )
+                    if published is not None:
                         break
                 return await self.get(job_id, tag=tag)
             finally:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from redis.asyncio import Redis
 
 from infra.database.engine import Database
-from infra.jobs.kept import keep_settings
+from infra.database.kept_jobs import keep_settings
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of, text_of
 from worker_runtime.jobs.protocol import calls as job_calls

@@ -17,12 +17,12 @@ from infra.vault.master_key import master_unwrapper, master_wrapper
 
 @dataclass(frozen=True, kw_only=True)
 class Rotation:
-    """The result of one run. `left` counts credentials that an old key still wraps."""
+    """The result of one run. `under_old_keys` counts credentials that an old key still wraps."""
 
     key_id: str
     started: bool
     rewrapped: int
-    left: int
+    under_old_keys: int
     kept: tuple[Path, ...]
 
 
@@ -72,7 +72,11 @@ async def rotate_master_key(
         rewrapped = await vault.rewrap_all_data_keys(database, ring, ring.public)
         remaining = await vault.count_under_other_keys(database, ring.public.key_id)
     return Rotation(
-        key_id=ring.public.key_id, started=started, rewrapped=rewrapped, left=remaining, kept=kept
+        key_id=ring.public.key_id,
+        started=started,
+        rewrapped=rewrapped,
+        under_old_keys=remaining,
+        kept=kept,
     )
 
 
@@ -83,5 +87,5 @@ async def move_to_kms(settings: Settings, database: Database) -> Rotation:
     rewrapped = await vault.rewrap_all_data_keys(database, master_unwrapper(settings), wrapper)
     remaining = await vault.count_under_other_keys(database, wrapper.key_id)
     return Rotation(
-        key_id=wrapper.key_id, started=False, rewrapped=rewrapped, left=remaining, kept=()
+        key_id=wrapper.key_id, started=False, rewrapped=rewrapped, under_old_keys=remaining, kept=()
     )

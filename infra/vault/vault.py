@@ -10,10 +10,10 @@ from dataclasses import replace
 import msgspec
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from sqlalchemy import func, select
 
+from infra.database import accounts
 from infra.database.engine import Database
-from infra.database.models import EncryptedCredentials, StoredCredentials
+from infra.database.models import EncryptedCredentials
 from infra.vault.key_pairs import KeyUnwrapper, KeyWrapper
 from worker_runtime.protocol.authentication import join_parts
 from worker_runtime.protocol.errors import BerthError
@@ -77,29 +77,21 @@ async def rewrap_data_key(
 
 async def count_under_other_keys(database: Database, key_id: str) -> int:
     """Counts the stored credentials that another master key than `key_id` wraps."""
-    others = select(func.count(StoredCredentials.version)).where(
-        StoredCredentials.master_key_id != key_id
-    )
-    async with database.session() as session:
-        return int(await session.scalar(others) or 0)
+    return await database.fetch(accounts.count_credentials_under_other_keys, key_id)
 
 
 async def rewrap_all_data_keys(
     database: Database, unwrapper: KeyUnwrapper, wrapper: KeyWrapper
 ) -> int:
-    """Rewraps all data keys that another master key wraps,
-    one row per transaction; returns how many.
+    """Rewraps all data keys that another master key wraps, one row per transaction; returns how
+    many.
 
     Safe to stop and to run again while API processes store new credentials.
     """
     count = 0
     while True:
         async with database.session() as session:
-            others = select(StoredCredentials).where(
-                StoredCredentials.master_key_id != wrapper.key_id
-            )
-            next_row = others.limit(1).with_for_update(of=StoredCredentials, skip_locked=True)
-            row = await session.scalar(next_row)
+            row = await accounts.lock_credentials_under_other_key(session, wrapper.key_id)
             if row is None:
                 return count
             row.encrypted = await rewrap_data_key(

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from infra.hosts.scaling import WORKERS_A_HOST, Host, HostPlan, HostsUnreachable
+from infra.hosts.scaling import WORKERS_PER_HOST, Host, HostPlan, HostsUnreachable
 
 #: Seconds until a new host takes workers, from and to.
 COLD = (48.0, 63.0)
@@ -84,7 +84,9 @@ class SimulatedHosts:
         room = [
             machine
             for machine in self._machines.values()
-            if machine.ready_at <= now and not machine.draining and machine.workers < WORKERS_A_HOST
+            if machine.ready_at <= now
+            and not machine.draining
+            and machine.workers < WORKERS_PER_HOST
         ]
         if not room:
             return None

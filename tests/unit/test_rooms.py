@@ -55,17 +55,13 @@ def test_the_arrows_between_the_rooms_hold() -> None:
 #: Where SQL still stands outside of `infra/database`. This list may only become shorter. The checks
 #: of `berth doctor` and backups ask PostgreSQL about itself.
 SQL_ELSEWHERE = {
-    "activities/maintenance/kept_jobs.py",
     "infra/doctor/checks.py",
     "infra/doctor/measures.py",
     "infra/doctor/servers.py",
     "infra/jobs/applications.py",
-    "infra/jobs/kept.py",
     "infra/jobs/registry.py",
-    "infra/metrics.py",
     "infra/recovery/backup.py",
     "infra/recovery/restore.py",
-    "infra/vault/vault.py",
 }
 
 

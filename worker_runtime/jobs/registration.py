@@ -133,7 +133,7 @@ class RunnerRegistration:
     def seconds_until_due(self) -> float:
         """Seconds until `run_due` has something to do."""
         if not self.reachable:
-            return self._backoff.left()
+            return self._backoff.seconds_until_due()
         due = self._next_renewal
         if self._observer.has_others():
             due = min(due, self._next_check)

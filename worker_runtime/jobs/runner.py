@@ -73,7 +73,7 @@ class QueueListener(Doorbell):
 
     def seconds_until_due(self) -> float:
         """Seconds until `run_due` has something to do."""
-        return self.left() if self._keys else 3600.0
+        return super().seconds_until_due() if self._keys else 3600.0
 
     def listen(self, keys: Sequence[str]) -> None:
         """Waits for one element of these lists, unless it waits already."""
@@ -223,7 +223,7 @@ class JobRunner:
         if self._leave_by is not None:
             due.append(self._leave_by - time.monotonic())
         if not self._executor.fork_backoff.due():
-            due.append(self._executor.fork_backoff.left())
+            due.append(self._executor.fork_backoff.seconds_until_due())
         return max(0.0, min(due))
 
     # --- ending -----------------------------------------------------------------------------------

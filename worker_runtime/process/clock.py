@@ -52,7 +52,7 @@ class Backoff:
     def due(self) -> bool:
         return time.monotonic() >= self._next
 
-    def left(self) -> float:
+    def seconds_until_due(self) -> float:
         """Seconds until the next attempt."""
         return max(0.0, self._next - time.monotonic())
 

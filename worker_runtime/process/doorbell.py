@@ -99,11 +99,11 @@ class Doorbell:
         self._silent_after = 0.0
         self._registered: int | None = None
 
-    def left(self) -> float:
+    def seconds_until_due(self) -> float:
         """Seconds until `run_due` has something to do."""
         if self._client.connected:
             return max(0.0, self._silent_after - time.monotonic()) if self._listening else 0.0
-        return self._backoff.left()
+        return self._backoff.seconds_until_due()
 
     def run_due(self) -> bool:
         """Connects, and listens again, when due; returns whether it connected just now.
@@ -208,9 +208,13 @@ class JobDoorbell:
         """Readable when something rang."""
         return self._selector.fileno()
 
-    def left(self) -> float:
+    def seconds_until_due(self) -> float:
         """Seconds until `run_due` has something to do."""
-        return (self._backoff.left() or 3600.0) if self._doorbell is None else self._doorbell.left()
+        return (
+            (self._backoff.seconds_until_due() or 3600.0)
+            if self._doorbell is None
+            else self._doorbell.seconds_until_due()
+        )
 
     def run_due(self, *, reachable: bool) -> None:
         """Listens while there is no runner. Call it often, and when `fileno` is readable.

@@ -330,7 +330,7 @@ class Lease:
     def __init__(self, shared_state: SharedState) -> None:
         self._shared_state = shared_state
 
-    def left(self) -> float:
+    def remaining_s(self) -> float:
         """Seconds until the lease ends by the latest renewal; negative when it has."""
         end = max(self._shared_state.lease_supervisor, self._shared_state.lease_session)
         return (end - boot_ns()) / SECOND
@@ -343,4 +343,4 @@ class Lease:
 
     def usable(self) -> float:
         """Seconds that a broker call may take from now. If zero or less, no call may be made."""
-        return (0.0 if self._shared_state.fenced else self.left()) - LEASE_MARGIN
+        return (0.0 if self._shared_state.fenced else self.remaining_s()) - LEASE_MARGIN

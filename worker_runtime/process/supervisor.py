@@ -103,7 +103,7 @@ class PulseWatch:
         self._still = self._excused = 0.0
         return True
 
-    def left(self) -> float:
+    def seconds_until_frozen(self) -> float:
         """Returns the seconds until the session could count as frozen."""
         busy = max(0.0, (self._silence_until_ns() - self._clock()) / SECOND)
         return busy + self._timeout + min(self._excused, _MAX_HOST_WAIT_S) - self._still
@@ -171,17 +171,26 @@ class Supervisor:
 
     def _pause(self) -> float:
         until_kill = (
-            self._lease.left() - KILL_MARGIN if self._shared_state.broker_open else _PULSE_TICK
+            self._lease.remaining_s() - KILL_MARGIN
+            if self._shared_state.broker_open
+            else _PULSE_TICK
         )
         until_renewal = self._next_renewal - time.monotonic()
         return max(
-            0.01, min(_PULSE_TICK, until_renewal, until_kill, self._pulse.left(), self._jobs.left())
+            0.01,
+            min(
+                _PULSE_TICK,
+                until_renewal,
+                until_kill,
+                self._pulse.seconds_until_frozen(),
+                self._jobs.seconds_until_due(),
+            ),
         )
 
     def _wait_limit(self) -> float:
         """Returns the seconds that a wait for jobs may take without delaying a kill."""
         return (
-            max(0.01, self._lease.left() - KILL_MARGIN)
+            max(0.01, self._lease.remaining_s() - KILL_MARGIN)
             if self._shared_state.broker_open
             else _TIMEOUT
         )
@@ -208,7 +217,7 @@ class Supervisor:
         self._next_renewal = time.monotonic() + self._config.mark_period
         # A renewal never delays the kill of a session that kept its broker sessions.
         if self._shared_state.broker_open:
-            self._client.timeout = min(_TIMEOUT, max(0.1, self._lease.left() - KILL_MARGIN))
+            self._client.timeout = min(_TIMEOUT, max(0.1, self._lease.remaining_s() - KILL_MARGIN))
         try:
             code = self._renew_mark() if self._shared_state.assigned else self._announce()
         except ValkeyFailed as error:
@@ -289,7 +298,7 @@ class Supervisor:
         if (
             self._shared_state.broker_open
             and self._shared_state.assigned
-            and self._lease.left() < KILL_MARGIN
+            and self._lease.remaining_s() < KILL_MARGIN
         ):
             self._kill(KillReason.LEASE)
 

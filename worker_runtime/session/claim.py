@@ -93,7 +93,7 @@ class InboxHandler(ABC):
         """Does what is due. Raises `WorkerExit`."""
 
     @abstractmethod
-    def left(self) -> float:
+    def seconds_until_due(self) -> float:
         """Returns the seconds until `run_due` may have something to do."""
 
     @abstractmethod
@@ -162,7 +162,7 @@ class ClaimHandler(InboxHandler):
                 ExitCode.CLAIM_REFUSED, "claimed, not connected, and no further message came"
             )
 
-    def left(self) -> float:
+    def seconds_until_due(self) -> float:
         return (
             max(0.0, self._give_up_at - time.monotonic())
             if self._claim and not self.active
@@ -298,9 +298,9 @@ class ResumeHandler(InboxHandler):
             self._send_buffer.add_worker_event(WorkerEventKind.SESSION_REPLACED, reason)
             self._send_buffer.flush_if_due()
 
-    def left(self) -> float:
+    def seconds_until_due(self) -> float:
         if not self.active:
-            return self._retry.left()
+            return self._retry.seconds_until_due()
         wait = max(0.0, self._next_event_at - time.monotonic())
         return wait if self._needs_credentials() else math.inf
 

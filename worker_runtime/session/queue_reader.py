@@ -192,12 +192,12 @@ class PostponedOrder:
         It is over when there is a session or will be none, when orders of another account come
         first, or when the deadline has passed.
         """
-        if self._deadline_ns is None or self.left() > 0:
+        if self._deadline_ns is None or self.remaining_s() > 0:
             return False
         self._deadline_ns = None
         return True
 
-    def left(self) -> float:
+    def remaining_s(self) -> float:
         """Returns the seconds until the wait is over, if nothing changes."""
         broker_sessions = self._broker_sessions
         if self._deadline_ns is None:

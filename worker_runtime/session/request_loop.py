@@ -155,20 +155,20 @@ class RequestLoop:
         if not self._may_have_work and not self._stopping():
             self._recovery.run_due(self._config.health_period)
 
-    def left(self) -> float:
+    def seconds_until_due(self) -> float:
         """Returns the seconds until `step` is due again, at most one."""
         if self._changes:
             return 0.0
         waits: list[float | None] = [0.2] if self._parked else [1.0, max(0.0, self._lease.usable())]
         if self._may_have_work and not self._parked:
-            waits.append(self._retry.left())
+            waits.append(self._retry.seconds_until_due())
         if not self._may_have_work and not self._parked:
-            waits.append(self._recovery.left(self._config.health_period))
+            waits.append(self._recovery.seconds_until_due(self._config.health_period))
             if self._postponed.is_waiting:
-                waits.append(self._postponed.left())
+                waits.append(self._postponed.remaining_s())
             if not self._switch_is_current:
-                waits.append(self._switch_check.left())
-        waits.append(self._send_buffer.left())
+                waits.append(self._switch_check.seconds_until_due())
+        waits.append(self._send_buffer.seconds_until_due())
         return min(wait for wait in waits if wait is not None)
 
     def close(self) -> None:
@@ -264,7 +264,7 @@ class RequestLoop:
         if self._parked:
             return
         self._parked = True
-        self._log.warning("lease_ending", left=round(self._lease.left(), 3))
+        self._log.warning("lease_ending", left=round(self._lease.remaining_s(), 3))
         self._shared_state.state = WorkerActivity.Parked
         self.broker_sessions.close_all()
         self.health.parked()

@@ -97,12 +97,12 @@ class Session:
             request_loop.queue_changed()  # a ring may have been lost with the connection
 
     def _wait(self) -> None:
-        waits = [1.0, self._inbox.left(), self._inbox_handler.left()]
+        waits = [1.0, self._inbox.seconds_until_due(), self._inbox_handler.seconds_until_due()]
         if not self._announced:
-            waits.append(self._announcing.left())
+            waits.append(self._announcing.seconds_until_due())
         if self._doorbell is not None and self._inbox_handler.request_loop is not None:
-            waits.append(self._doorbell.left())
-            waits.append(self._inbox_handler.request_loop.left())
+            waits.append(self._doorbell.seconds_until_due())
+            waits.append(self._inbox_handler.request_loop.seconds_until_due())
         if self._stopping:
             return
         for selected, _ in self._selector.select(min(waits)):
@@ -173,6 +173,6 @@ class Session:
         until = time.monotonic() + _LAST_FLUSH
         while not self._send_buffer.flush() and time.monotonic() < until:
             self._shared_state.pulse = time.monotonic_ns()
-            time.sleep(min(0.1, self._send_buffer.left() or 0.0))
+            time.sleep(min(0.1, self._send_buffer.seconds_until_due() or 0.0))
         if len(self._send_buffer):
             self._log.error("last_messages_lost", count=len(self._send_buffer))

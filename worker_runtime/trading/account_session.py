@@ -124,12 +124,12 @@ class AccountSession:
         listed = self.broker is not None and self.listed
         return self.refused is not None or (listed and not self.books_awaited)
 
-    def listing_left(self) -> float:
+    def seconds_until_relisting(self) -> float:
         """Seconds until orders or positions that could not be read are read again, or `inf`."""
         if not self.listed:
-            return self.listing_backoff.left()
+            return self.listing_backoff.seconds_until_due()
         done = self.positions_known and not self.books_awaited
-        return math.inf if done else self.positions_backoff.left()
+        return math.inf if done else self.positions_backoff.seconds_until_due()
 
     def listing_succeeded(self, positions_known: bool) -> None:
         self.listed = True

@@ -140,7 +140,9 @@ class BrokerSessions:
         if session.refused is not None:
             raise session.refused
         if session.limited and session.error is not None:
-            raise LoginLimited(session.error.detail, retry_after=session.login_backoff.left())
+            raise LoginLimited(
+                session.error.detail, retry_after=session.login_backoff.seconds_until_due()
+            )
         until = time.monotonic() + timeout
         try:
             if self.has_other_session(session.name):
@@ -393,7 +395,7 @@ class BrokerSessions:
                 raise BrokerUnreachable(
                     f"the orders at the broker are not known yet: {session.listing_error}"
                 )
-            wait = min(seconds_left, session.listing_backoff.left())
+            wait = min(seconds_left, session.listing_backoff.seconds_until_due())
             if wait > 0:
                 with self.shared_state.busy(wait):
                     time.sleep(wait)

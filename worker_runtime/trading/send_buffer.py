@@ -73,9 +73,9 @@ class SendBuffer:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def left(self) -> float | None:
+    def seconds_until_due(self) -> float | None:
         """Seconds until `flush` is due; None if there is nothing to send."""
-        return self._backoff.left() if self._waiting else None
+        return self._backoff.seconds_until_due() if self._waiting else None
 
     def add_event(self, event: Event) -> None:
         entry = sign_event(event, self._shared_state.message_keys().assignment)

@@ -70,23 +70,23 @@ class SessionRecovery:
                     self._recover(session)
                 self.shared_state.state = self.broker_sessions.state()
                 return
-            elif session.listing_left() <= 0:
+            elif session.seconds_until_relisting() <= 0:
                 self.broker_sessions.relist(session, LISTING_TIMEOUT)
                 return
 
-    def left(self, period: float) -> float | None:
+    def seconds_until_due(self, period: float) -> float | None:
         """Seconds until `run_due` has something to do; None if never."""
         now = time.monotonic()
         waits = []
         for session in self.broker_sessions.account_sessions():
             if session.broker is None:
                 if session.attempt is None and session.refused is None:
-                    waits.append(session.login_backoff.left())
+                    waits.append(session.login_backoff.seconds_until_due())
             elif session.suspect:
-                waits.append(session.ping_backoff.left())
+                waits.append(session.ping_backoff.seconds_until_due())
             else:
-                ping = max(session.ping_backoff.left(), session.used_at + period - now)
-                waits.append(min(session.listing_left(), ping))
+                ping = max(session.ping_backoff.seconds_until_due(), session.used_at + period - now)
+                waits.append(min(session.seconds_until_relisting(), ping))
         return min(waits, default=None)
 
     def raise_if_hopeless(self) -> None:

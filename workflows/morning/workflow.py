@@ -19,7 +19,7 @@ from temporalio.exceptions import FailureError
 
 with workflow.unsafe.imports_passed_through():
     from workflows import names
-    from workflows.entity import carried_state, continue_as_new, day_elsewhere
+    from workflows.entity import carried_state, continue_as_new, delegate_day
     from workflows.morning.messages import (
         BellGroup,
         Connected,
@@ -137,7 +137,7 @@ class MorningWorkflow:
             day=given.day, days=given.days, evening=given.evening, at=workflow.time()
         )
         plan = await calls.plan_morning(request)
-        done = await day_elsewhere(
+        done = await delegate_day(
             MorningWorkflow.run,
             given,
             plan,

@@ -17,7 +17,7 @@ from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
     from workflows import names
-    from workflows.entity import carried_state, continue_as_new, copied_fields, day_elsewhere
+    from workflows.entity import carried_state, continue_as_new, copied_fields, delegate_day
     from workflows.reports.messages import (
         DailyReportInput,
         EnqueueStatements,
@@ -59,7 +59,7 @@ class StatementsWorkflow:
         if given.carried is not None:
             return await self._send(given, carried_state(StatementsProgress, given.carried))
         plan = await calls.plan_statements(PlanStatements(day=given.day, at=workflow.time()))
-        done = await day_elsewhere(
+        done = await delegate_day(
             StatementsWorkflow.run,
             given,
             plan,

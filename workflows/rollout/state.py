@@ -42,7 +42,7 @@ class RolloutStep:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutState(RolloutView):
-    """What is shown of a rollout, and what only its workflow needs.
+    """The view of a rollout, with the fields that only its workflow needs.
 
     Carried from run to run: a field may be added with a default.
     """
@@ -53,7 +53,7 @@ class RolloutState(RolloutView):
     surge: int = 0
     #: The canary failed; False when an operator took it back.
     condemned: bool = False
-    #: Since when all users have moved but none was served yet; 0: that is not so.
+    #: Since when all users have moved without one being served; 0: some were, or some are to move.
     unproven_since: float = 0.0
 
     @classmethod
@@ -96,8 +96,8 @@ class RolloutState(RolloutView):
     def after_check(
         self, seen: ReleaseSnapshot, given: RolloutInput
     ) -> tuple[RolloutState, RolloutStep]:
-        """The state after a check of the pool, and what to do.
-        The first check comes before any change."""
+        """Returns the state after a check of the pool, and what to do. The first check comes before
+        any change."""
         state = replace(
             self,
             new=seen.new,

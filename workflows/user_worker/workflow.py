@@ -1,8 +1,24 @@
 """The workflow of one user's worker, `user-worker-{user_id}`: the only writer of that user's
 lifecycle.
 
-Handlers only note what is asked for; `run` does one step after the other. `state.py` says what a
-state means and what may follow it.
+Handlers only note what is asked for; `run` does one step after the other. `state.py` has the table
+of what may follow a state, and every state's deadline.
+
+| state | the run waits for | what ends the state |
+|---|---|---|
+| PoolIdle | `ensure_active`, or a worker to adopt | `_begin`; `_drain` at the deadline |
+| Claimed | `claim_worker`, then `launch_for_claim` if the pool is empty | Connecting, or Failed |
+| Connecting | `await_connected`, then `connect_again` if the login failed | Active, or Failed |
+| Failed | a pause; `stop_worker` of the old worker | next try, `_park`, or `_drain` to give up |
+| Active | an event, a signal, or the deadline | `_apply` a decision; an event; `_drain` |
+| Reconnecting | the event `connected`, or credentials | as Active; `restore_credentials` |
+| IdleTimeout | nothing | `_drain`, in the same step |
+| Draining | `stop_worker` | `_end`: Terminated, or PoolIdle if another worker is needed |
+| Parked | the signal `resume` | `_step`: PoolIdle; `_drain` at the deadline |
+| Terminated | callers' answers, and the rows of the timeline | `_may_close`: the run ends |
+
+The steps of Claimed, Connecting and Failed are in `startup.py`, those of a worker in service in
+`supervision.py`. A shutdown ends every state with `_drain`.
 """
 
 import asyncio
@@ -72,7 +88,7 @@ class UserWorkerWorkflow:
         life = self._life
         while not life.state.ended:
             try:
-                if not self._something_to_do():
+                if not self._is_step_due():
                     life.show()
                     await self._sleep()
                 await self._step()
@@ -205,7 +221,7 @@ class UserWorkerWorkflow:
 
     # --- one step after the other -----------------------------------------------------------------
 
-    def _something_to_do(self) -> bool:
+    def _is_step_due(self) -> bool:
         life = self._life
         state = life.state
         urgent = (
@@ -234,7 +250,7 @@ class UserWorkerWorkflow:
             until = min(until, before.move_at)
         remaining = None if until is None else max(until - self._life.now(), 0.0)
         await wait_until(
-            lambda: self._something_to_do() or self._life.state is not before,
+            lambda: self._is_step_due() or self._life.state is not before,
             remaining,
             f"deadline of {before.state}",
         )
@@ -246,15 +262,15 @@ class UserWorkerWorkflow:
         elif life.shutdown:
             await self._drain(life.shutdown, reopen=state.serving)
         elif state.serving and life.broker_failed:
-            await self._carry_out(supervision.WorkerDecision(give_up=life.broker_failed))
+            await self._apply(supervision.WorkerDecision(give_up=life.broker_failed))
         elif state.serving and life.lost:
-            await self._carry_out(supervision.WorkerDecision(replace="the worker ended"))
+            await self._apply(supervision.WorkerDecision(replace="the worker ended"))
         elif state.serving and (life.suspect or life.unmarked):
-            await self._carry_out(await supervision.check_suspect(life))
+            await self._apply(await supervision.check_suspect(life))
         elif state.serving and state.needs_credentials:
-            await self._carry_out(await supervision.restore_credentials(life))
+            await self._apply(await supervision.restore_credentials(life))
         elif state.serving and 0.0 < state.move_at <= life.now():
-            await self._carry_out(await supervision.check_quiet(life))
+            await self._apply(await supervision.check_quiet(life))
         elif state.state == WorkerState.PARKED and self._resume:
             self._resume = False
             life.state = state.resumed(life.now())
@@ -266,11 +282,11 @@ class UserWorkerWorkflow:
             life.continue_as_new()
         elif state.deadline is not None and life.now() >= state.deadline:
             if state.serving:
-                await self._carry_out(await supervision.check_deadline(life))
+                await self._apply(await supervision.check_deadline(life))
             else:
                 await self._drain(f"nobody came while {state.state}", reopen=False)
 
-    async def _carry_out(self, decision: supervision.WorkerDecision) -> None:
+    async def _apply(self, decision: supervision.WorkerDecision) -> None:
         life = self._life
         if decision.replace:
             await self._replace(decision.replace, outage=decision.outage, over=decision.over)

@@ -213,7 +213,7 @@ class HeldSignal:
     call: WebhookCall
     webhook: Webhook
     #: Seconds until its deadline, by PostgreSQL's clock.
-    left: float
+    remaining_s: float
     #: Another process had begun it.
     taken_over: bool
 
@@ -452,7 +452,7 @@ class PromisedDelivery:
     digest: str
     signal: dict[str, Any] | None
     #: Seconds until its deadline.
-    left: float
+    remaining_s: float
 
 
 async def take_promised_delivery(session: AsyncSession) -> PromisedDelivery | None:

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from activities.maintenance.kept_jobs import KeptJobSweeper
 from infra.cli.app import app
 from infra.database import users
+from infra.database.kept_jobs import JobSettings, KeptJob
 from infra.jobs import limits as job_limits
-from infra.jobs.kept import JobSettings, KeptJob
 from infra.jobs.limits import JobLimits
 from infra.valkey.client import reply_of
 from tests.support.systems.api import ServedApi, make_key

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from sqlalchemy import Connection, text
 from sqlalchemy.exc import DBAPIError
 
-from infra.database import accounts, audit, dead_letters, reports, startup, users
+from infra.database import accounts, audit, dead_letters, kept_jobs, reports, startup, users
 from infra.database.engine import IDLE_IN_TRANSACTION_TIMEOUT_S, Database, DatabaseUnavailable
 from infra.database.migrate import alembic_config, migrate
 from infra.database.models import Base, WorkerSession
@@ -28,7 +28,7 @@ from infra.database.trading import limits
 from infra.database.trading import models as trading_models
 from infra.database.workers import launches, passes
 from infra.database.workers import sessions as worker_sessions
-from infra.jobs import kept, registry
+from infra.jobs import registry
 from infra.local.process import free_port
 from infra.local.servers import PostgresServer
 from infra.vault import vault
@@ -42,7 +42,7 @@ from worker_runtime.protocol.messages import OrderOutcome, OrderState
 async def test_models_and_migrations_agree(database: Database) -> None:
     def difference(connection: Connection) -> list[object]:
         # Their tables are known, too.
-        of_features = dead_letters.DeadLetterRow, passes.MaintenancePass, kept.KeptJob
+        of_features = dead_letters.DeadLetterRow, passes.MaintenancePass, kept_jobs.KeptJob
         assert registry.JobTypeRow.metadata is Base.metadata
         for elsewhere in (
             trading_models.Switch,

@@ -170,7 +170,7 @@ async def test_a_rotation_that_was_killed_is_completed_by_the_next_run(
         waiting.replace(private)
 
     ended = await rotate(settings, database)
-    assert (ended.started, ended.rewrapped, ended.left) == (False, 1, 0)
+    assert (ended.started, ended.rewrapped, ended.under_old_keys) == (False, 1, 0)
     assert ended.key_id == new.key_id
     assert key_pairs.load_public(settings.master_public_file) == new
     assert not waiting.exists()

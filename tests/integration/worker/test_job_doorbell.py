@@ -55,7 +55,7 @@ def test_a_question_that_is_refused_is_not_asked_again_at_once(
     for _ in range(20):
         bell.run_due(reachable=True)
     # The shortest wait is half a second: after that, the next question is due.
-    seconds_left, waits = bell.left(), time.monotonic() - begin < 0.5
+    seconds_left, waits = bell.seconds_until_due(), time.monotonic() - begin < 0.5
     assert 0.0 < seconds_left <= 15.0 or not waits
     assert 1 <= connections(harness) - before <= 1 + (time.monotonic() - begin) / 0.5
     main.close()
@@ -73,11 +73,11 @@ def test_no_name_server_is_asked_while_the_main_connection_is_open(
 
     monkeypatch.setattr(socket, "getaddrinfo", noted)
     bell.run_due(reachable=True)
-    assert 15.0 < bell.left() <= 25.0  # it waits in BLPOP
+    assert 15.0 < bell.seconds_until_due() <= 25.0  # it waits in BLPOP
     assert asked == ["127.0.0.1"]
     main.close()
     bell.run_due(reachable=True)
-    assert bell.left() == 3600.0
+    assert bell.seconds_until_due() == 3600.0
     assert asked == ["127.0.0.1"]
 
 
@@ -87,9 +87,9 @@ def test_it_listens_again_when_the_pause_after_dead_runners_is_over(
     bell, main = listening(harness.url, shared_state)
     shared_state.jobs_not_before = time.monotonic_ns() + 60 * SECOND
     bell.run_due(reachable=True)
-    assert bell.left() == 3600.0
+    assert bell.seconds_until_due() == 3600.0
     shared_state.jobs_not_before = time.monotonic_ns() - 1
     bell.run_due(reachable=True)
-    assert 15.0 < bell.left() <= 25.0  # it waits in BLPOP
+    assert 15.0 < bell.seconds_until_due() <= 25.0  # it waits in BLPOP
     main.close()
     bell.run_due(reachable=True)

@@ -18,8 +18,9 @@ from sqlalchemy import select, text
 
 from activities.maintenance.kept_jobs import KeptJobSweeper
 from infra.database.engine import Database
+from infra.database.kept_jobs import KeptJob
 from infra.jobs.client import JobClient
-from infra.jobs.kept import KeptJob, KeptJobs
+from infra.jobs.kept import KeptJobs
 from infra.temporal.starter import WorkerStarter
 from infra.valkey.client import connect_valkey, reply_of
 from tests.support.jobs.scripted_program import JobScript

@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from api.http.fields import EXAMPLES
-from api.keys.router import ApiKeyRequest, AuditQuery
+from api.keys.schemas import ApiKeyRequest, AuditQuery
 from api.orders.schemas import MAX_QUANTITY, OrderRequest
 from api.users.schemas import CredentialsRequest, UserRequest, check_lengths
 from api.workers.schemas import ReasonBody

@@ -1,4 +1,4 @@
-"""AGENTS.md, the docstrings of packages and "Reading an order" say what is in the source."""
+"""AGENTS.md, the docstrings of packages and the pages `reading-*.md` say what is in the source."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 AGENTS = ROOT / "AGENTS.md"
-READING = ROOT / "docs" / "how-it-works" / "reading-an-order.md"
+#: Pages whose code is copied from the source.
+READING = sorted((ROOT / "docs" / "how-it-works").glob("reading-*.md"))
 PRODUCT = ("activities", "api", "infra", "worker_runtime", "workflows")
 #: A page of the entrance is read in one go.
 MAX_AGENTS_LINES = 100
@@ -141,24 +142,35 @@ def test_docstrings_of_packages_name_paths_that_exist() -> None:
     assert {name: paths for name, paths in missing.items() if paths} == {}
 
 
-# --- reading an order -----------------------------------------------------------------------------
+# --- pages that read the source -------------------------------------------------------------------
+
+reading = pytest.mark.parametrize("page", READING, ids=lambda page: page.stem)
 
 
-def test_every_snippet_is_in_the_source_as_it_is() -> None:
-    snippets = [
-        match.groupdict() for match in SNIPPET.finditer(READING.read_text(encoding="utf-8"))
+def test_there_is_a_page_for_an_order_a_cut_off_and_the_job_queue() -> None:
+    assert [page.stem for page in READING] == [
+        "reading-a-cut-off",
+        "reading-an-order",
+        "reading-the-job-queue",
     ]
-    assert len(snippets) > 20
+
+
+@reading
+def test_every_snippet_is_in_the_source_as_it_is(page: Path) -> None:
+    snippets = [match.groupdict() for match in SNIPPET.finditer(page.read_text(encoding="utf-8"))]
+    assert len(snippets) > (20 if page.stem == "reading-an-order" else 4)
     faults = [find_fault(snippet["title"], snippet["code"]) for snippet in snippets]
     assert [fault for fault in faults if fault] == []
 
 
-def test_all_code_of_the_page_is_compared_with_the_source() -> None:
-    assert CODE.findall(READING.read_text(encoding="utf-8")) == []
+@reading
+def test_all_code_of_the_page_is_compared_with_the_source(page: Path) -> None:
+    assert CODE.findall(page.read_text(encoding="utf-8")) == []
 
 
-def test_every_path_that_the_page_names_exists() -> None:
-    assert _missing_paths(READING.read_text(encoding="utf-8")) == set()
+@reading
+def test_every_path_that_the_page_names_exists(page: Path) -> None:
+    assert _missing_paths(page.read_text(encoding="utf-8")) == set()
 
 
 _SOURCE = """\

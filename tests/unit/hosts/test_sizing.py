@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.hosts.scaling import WORKERS_A_HOST, Host, plan_hosts, warm_hosts
+from infra.hosts.scaling import WORKERS_PER_HOST, Host, plan_hosts, warm_hosts
 from infra.worker_task import CPU_UNITS, MEMORY_SOFT
 
 
 def test_a_host_takes_32_workers_by_cpu_and_42_by_memory_and_gets_30() -> None:
-    assert (2048 // CPU_UNITS, 16 * 1024**3 // MEMORY_SOFT, WORKERS_A_HOST) == (32, 42, 30)
+    assert (2048 // CPU_UNITS, 16 * 1024**3 // MEMORY_SOFT, WORKERS_PER_HOST) == (32, 42, 30)
 
 
 @given(
@@ -27,8 +27,8 @@ def test_wanted_hosts_have_room_for_all_workers_and_the_margin_and_no_more(
         for number, (ready, draining, count) in enumerate(hosts)
     ]
     made = plan_hosts(workers, seen, warm=warm)
-    assert made.needed * WORKERS_A_HOST >= workers
-    assert (made.needed - 1) * WORKERS_A_HOST < workers or not made.needed
+    assert made.needed * WORKERS_PER_HOST >= workers
+    assert (made.needed - 1) * WORKERS_PER_HOST < workers or not made.needed
     assert made.wanted == made.needed + warm
     # Draining hosts are no answer to what is wanted: others are started for their workers.
     assert made.ready == sum(host.ready and not host.draining for host in seen)
@@ -52,4 +52,4 @@ def test_the_reason_says_how_many_hosts_are_for_what() -> None:
 @pytest.mark.parametrize(("rate", "hosts"), [(0.0, 1), (0.4, 1), (1.2, 3), (20.0, 42)])
 def test_the_margin_lasts_until_a_cold_host_is_there(rate: float, hosts: int) -> None:
     assert warm_hosts(rate, least=1) == hosts
-    assert hosts * WORKERS_A_HOST >= rate * 63
+    assert hosts * WORKERS_PER_HOST >= rate * 63

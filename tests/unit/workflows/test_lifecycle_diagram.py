@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tests.unit.workflows.lifecycle_diagram import (
     render_page,
     table,
 )
+from workflows.user_worker import workflow
 from workflows.user_worker.messages import WorkerState
 from workflows.user_worker.state import ALLOWED
 
@@ -34,6 +36,13 @@ def test_every_transition_has_its_reason_and_every_state_its_end() -> None:
 def test_a_transition_more_would_be_seen_in_the_picture() -> None:
     assert diagram().count("-->") == sum(len(follow) for follow in ALLOWED.values()) + 2
     assert all(f"| {state} |" in table() for state in WorkerState)
+
+
+def test_the_docstring_of_the_workflow_says_what_ends_each_state() -> None:
+    rows = re.findall(r"^\| (\w+) \|", workflow.__doc__ or "", re.M)
+    assert rows[1:] == [str(state) for state in ALLOWED]
+    for name in re.findall(r"`(_\w+)`", workflow.__doc__ or ""):
+        assert hasattr(workflow.UserWorkerWorkflow, name), name
 
 
 def test_a_page_without_markers_is_refused() -> None:

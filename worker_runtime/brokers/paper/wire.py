@@ -23,8 +23,8 @@ from worker_runtime.protocol.order_terms import (
 
 
 class Login(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="login"):
-    """The first request of a session.
-    `client` (worker id and epoch) is for the exchange's ledger."""
+    """The first request of a session. `client` (worker id and epoch) is for the exchange's
+    ledger."""
 
     id: int
     account: str
@@ -49,8 +49,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="plac
     open_close: OpenClose = OpenClose.AUTO
     #: The client's tag of the order, at most 6 characters; the ledger keeps it.
     tag: str
-    #: For the ledger only, so that tests can compare
-    #: it with the database; the real broker lacks it.
+    #: For the ledger only, so that tests can compare it with the database. A real broker has no
+    #: such field.
     client_note: str = ""
 
 
@@ -60,8 +60,8 @@ class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="can
 
 
 class Replace(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="replace"):
-    """Changes a resting order to a smaller total quantity,
-    at least the filled one, or to another price."""
+    """Changes a resting order: to a smaller total quantity, which is at least the filled one, or to
+    another price."""
 
     id: int
     broker_order_id: str
@@ -154,7 +154,7 @@ class ExchangePosition(msgspec.Struct, frozen=True, kw_only=True):
         average_price: Decimal,
         condition: OrderCondition = OrderCondition.CASH,
     ) -> Self:
-        """A position of this many shares; negative when short."""
+        """Makes a position of this many shares; negative when short."""
         lots, odd = divmod(abs(shares), SHARES_PER_LOT)
         sign = 1 if shares > 0 else -1
         return cls(
@@ -167,11 +167,11 @@ class ExchangePosition(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shares(self) -> int:
-        """All of it; a contract counts as a lot of shares."""
+        """Returns the whole position in shares. A contract counts as a lot of shares."""
         return self.quantity * SHARES_PER_LOT + self.odd_shares
 
     def held(self, lot: OrderLot) -> int:
-        """What an order of this lot can close: lots, or shares beyond them."""
+        """Returns what an order of this lot can close: lots, or the shares beyond them."""
         return self.odd_shares if lot in ODD_LOTS else self.quantity
 
 
@@ -190,7 +190,7 @@ class ExchangeBalance(msgspec.Struct, frozen=True, kw_only=True):
 class Coverage(msgspec.Struct, frozen=True, kw_only=True):
     """Says which of the account's orders are certainly in a list of orders."""
 
-    #: Whether orders of all sessions are listed, not only of the one that asks.
+    #: Orders of all sessions are listed, not only of the one that asks.
     all_sessions: bool
     #: Orders that the exchange took less than this many ms before the answer may be missing.
     behind_ms: bounds.SpanMs
@@ -199,8 +199,7 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExchangeReply(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="reply"):
-    """Answer to the request `id`.
-    `error` is one of the codes of `errors.py` (None: it went well)."""
+    """Answers the request `id`. `error` is one of the codes of `errors.py`; None: it succeeded."""
 
     id: int
     error: str | None = None

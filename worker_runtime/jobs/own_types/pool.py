@@ -226,7 +226,7 @@ class ForkServerPool(ChildPool):
 
     def seconds_until_due(self) -> float:
         if self._server is None:
-            return self._backoff.left()
+            return self._backoff.seconds_until_due()
         return max(0.0, self._import_until - time.monotonic()) if not self.ready else _FORK_TIMEOUT
 
     def _start(self) -> None:

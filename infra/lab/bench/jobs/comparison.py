@@ -227,7 +227,7 @@ class JobMeasurement:
                 """Whether all have started: a twentieth of the jobs is done. The rate counts from
                 the check before, because the queue may be empty after a pause of this process."""
                 nonlocal first, began
-                remaining, now = contender.left(), time.perf_counter()
+                remaining, now = contender.count_waiting_jobs(), time.perf_counter()
                 if remaining < count * 0.95:
                     return True
                 first, began = remaining, now
@@ -238,7 +238,7 @@ class JobMeasurement:
             while True:
                 time.sleep(pause)
                 looked = time.perf_counter()
-                remaining, now = contender.left(), time.perf_counter()
+                remaining, now = contender.count_waiting_jobs(), time.perf_counter()
                 pause = max(_LOOK_INTERVAL, _LOOK_SHARE * (now - looked))
                 if remaining == 0 or now - began >= seconds:
                     break
@@ -259,7 +259,7 @@ class JobMeasurement:
             self._stamps.unlink(missing_ok=True)
             stamps.bind(str(self._stamps))
             stamps.settimeout(_PATIENCE)
-            _wait(lambda: contender.left() == 0, processes)
+            _wait(lambda: contender.count_waiting_jobs() == 0, processes)
             time.sleep(0.5)  # all have started and are idle
             for number in range(count + 5):
                 time.sleep(chance.uniform(*_GAP))

@@ -55,7 +55,7 @@ class Contender(Protocol):
     def enqueue(self, stamp: str) -> float:
         """Enqueues one job in the simplest way. Returns when the call began (CLOCK_MONOTONIC)."""
 
-    def left(self) -> int:
+    def count_waiting_jobs(self) -> int:
         """The number of jobs that no runner has taken yet."""
 
 
@@ -100,7 +100,7 @@ class OurRunner:
         call = job_calls.enqueue(new_job(**arguments), KEYS)
         self._client.evalsha(call.script.sha, len(call.keys), *call.keys, *call.args)
 
-    def left(self) -> int:
+    def count_waiting_jobs(self) -> int:
         return int(self._client.zcard(job_keys.subqueue(job_keys.FLEET_TAG, "default", LOADTEST)))
 
 
@@ -152,7 +152,7 @@ class PeerContender:
     def enqueue(self, stamp: str) -> float:
         return float(self._ask("enqueue", stamp))
 
-    def left(self) -> int:
+    def count_waiting_jobs(self) -> int:
         return int(self._ask("left"))
 
     def _words(self, act: str, workers: int) -> list[str]:

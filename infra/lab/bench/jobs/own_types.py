@@ -77,7 +77,7 @@ class OwnTypesRunner(OurRunner):
     def fill(self, count: int, busy: float) -> None:
         self._producer.enqueue_many(self._producer.call(perform, busy) for _ in range(count))
 
-    def left(self) -> int:
+    def count_waiting_jobs(self) -> int:
         queued_type = f"{APPLICATION}/perform@1"
         return int(self._client.zcard(job_keys.subqueue(TAG, "default", queued_type)))
 

@@ -69,7 +69,7 @@ class _TierFleets:
     def enqueue(self, stamp: str) -> float:
         raise NotImplementedError
 
-    def left(self) -> int:
+    def count_waiting_jobs(self) -> int:
         raise NotImplementedError
 
 

@@ -50,11 +50,11 @@ async def test_a_user_counts_once_and_one_who_is_served_ends_the_row(
     assert await counts(harness) == (0, 0)
     canaries = CanaryRegistry(harness.client)
     for user, version in [("u1", "2"), ("u1", "2"), ("u2", "2"), ("u3", "1")]:
-        await canaries.failed(POOL, version, user)
+        await canaries.count_failed(POOL, version, user)
     assert await counts(harness) == (0, 2)
-    await canaries.served(POOL, "1")
+    await canaries.count_served(POOL, "1")
     assert await counts(harness) == (0, 2)
-    await canaries.served(POOL, "2")
+    await canaries.count_served(POOL, "2")
     assert await counts(harness) == (1, 0)
 
 
@@ -63,22 +63,22 @@ async def test_another_rollout_of_the_same_version_is_counted_afresh(
 ) -> None:
     await counts(harness, replace(CANARY, condemned=True))
     canaries = CanaryRegistry(harness.client)
-    await canaries.served(POOL, "2")
-    await canaries.failed(POOL, "2", "u1")
+    await canaries.count_served(POOL, "2")
+    await canaries.count_failed(POOL, "2", "u1")
     assert await counts(harness, replace(CANARY, condemned=True)) == (1, 1)
     assert await counts(harness, replace(CANARY, since=6.0)) == (0, 0)
-    assert await CanaryRegistry(harness.client).of(POOL) == replace(CANARY, since=6.0)
+    assert await CanaryRegistry(harness.client).find(POOL) == replace(CANARY, since=6.0)
 
 
 async def test_after_a_flush_nothing_is_left_of_a_canary(harness: ActivityHarness) -> None:
     await counts(harness)
     canaries = CanaryRegistry(harness.client)
-    assert await canaries.of(POOL) == CANARY
+    assert await canaries.find(POOL) == CANARY
     await reply_of(harness.client.flushall())
-    await canaries.served(POOL, "2")  # by what this process still knows
-    assert await CanaryRegistry(harness.client).of(POOL) is None
+    await canaries.count_served(POOL, "2")  # by what this process still knows
+    assert await CanaryRegistry(harness.client).find(POOL) is None
     assert await counts(harness) == (0, 0)
-    assert await CanaryRegistry(harness.client).of(POOL) == CANARY
+    assert await CanaryRegistry(harness.client).find(POOL) == CANARY
 
 
 async def test_a_start_that_a_new_version_failed_gets_a_worker_of_another_one(

@@ -17,10 +17,10 @@ import pytest
 from sqlalchemy import func, select, update
 
 from api.webhook_calls.service import FAILURE_EVENT, FailureNotices
+from infra.database.kept_jobs import KeptJob
 from infra.database.models import Order, StatementAddress
 from infra.database.trading import webhooks
 from infra.database.trading.models import Webhook, WebhookCall
-from infra.jobs.kept import KeptJob
 from tests.support.api.pages import csrf_header, logged_in_browser
 from tests.support.api.scripted_answers import answer_positions, make_position
 from tests.support.api.webhooks import (

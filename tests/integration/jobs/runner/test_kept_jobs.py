@@ -13,9 +13,10 @@ from sqlalchemy import func, select, text
 
 from infra.database.dead_letters import DeadLetterRow
 from infra.database.engine import Database
+from infra.database.kept_jobs import KeptJob, keep_settings
 from infra.database.models import AuditEntry
 from infra.jobs.client import JobClient, JobIdReused
-from infra.jobs.kept import KeptJob, KeptJobs, keep_settings
+from infra.jobs.kept import KeptJobs
 from infra.local.process import free_port
 from infra.valkey.client import connect_valkey, reply_of
 from infra.vault.message_secret import MessageSecrets

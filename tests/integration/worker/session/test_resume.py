@@ -80,7 +80,7 @@ def test_it_takes_the_lease_shows_its_key_and_tells_once(
     assert bytes.fromhex(harness.metadata()["public_key"]) == fresh.shared_state.public_key()
     assert harness.metadata()["state"] == WorkerActivity.Reconnecting.name
     assert harness.kinds() == ["session_replaced"]
-    assert 0 < fresh.resuming.left() <= ResumeHandler.repeat_event
+    assert 0 < fresh.resuming.seconds_until_due() <= ResumeHandler.repeat_event
 
 
 def test_while_nobody_answers_it_tells_again_and_with_credentials_no_more(
@@ -98,7 +98,7 @@ def test_while_nobody_answers_it_tells_again_and_with_credentials_no_more(
     )
     fresh.resuming.run_due()
     assert harness.kinds() == ["session_replaced"] * 2
-    assert fresh.resuming.left() == math.inf
+    assert fresh.resuming.seconds_until_due() == math.inf
 
 
 def test_without_an_owner_key_it_waits_and_says_nothing(
@@ -108,7 +108,7 @@ def test_without_an_owner_key_it_waits_and_says_nothing(
     fresh.resuming.run_due()
     assert not fresh.resuming.active
     # The first wait is 25 to 50 ms; when it is over, the next check is due.
-    seconds_left, waits = fresh.resuming.left(), time.monotonic() - began < 0.025
+    seconds_left, waits = fresh.resuming.seconds_until_due(), time.monotonic() - began < 0.025
     assert 0 < seconds_left <= 1.0 or (seconds_left == 0 and not waits)
     assert (harness.kinds(), harness.mark()) == ([], "")
 

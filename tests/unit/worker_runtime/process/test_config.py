@@ -103,7 +103,7 @@ def test_waits_grow_to_a_limit_and_start_again() -> None:
     waits = []
     for _ in range(5):
         backoff.failed()
-        waits.append(backoff.left())
+        waits.append(backoff.seconds_until_due())
     assert 400 < waits[0] <= 1000
     assert 1900 < waits[4] <= 4000
     assert not backoff.due()

@@ -76,7 +76,7 @@ def test_an_id_that_does_not_fit_is_refused() -> None:
 
 def test_an_unrenewed_lease_allows_nothing() -> None:
     lease = Lease(SharedState())
-    assert lease.left() < 0
+    assert lease.remaining_s() < 0
     assert lease.usable() < 0
 
 
@@ -89,14 +89,14 @@ def test_a_lease_is_usable_until_its_margin() -> None:
     passed = (boot_ns() - began) / SECOND
     assert 30.0 - LEASE_MARGIN - passed - 0.001 < usable <= 30.0 - LEASE_MARGIN
     shared_state.lease_supervisor = boot_ns() + int((LEASE_MARGIN - 0.1) * SECOND)
-    assert lease.usable() < 0 < lease.left()
+    assert lease.usable() < 0 < lease.remaining_s()
 
 
 def test_a_renewal_by_either_process_counts() -> None:
     shared_state = SharedState()
     shared_state.lease_session = lease_end_of(boot_ns(), 20.0)
     shared_state.lease_supervisor = lease_end_of(boot_ns(), 10.0)
-    assert Lease(shared_state).left() > 15.0
+    assert Lease(shared_state).remaining_s() > 15.0
 
 
 def test_a_fenced_worker_may_call_nothing() -> None:

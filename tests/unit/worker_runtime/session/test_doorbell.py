@@ -38,7 +38,7 @@ def listening(server: socket.socket) -> tuple[Doorbell, socket.socket, selectors
     assert bell.run_due()
     link, _ = server.accept()
     assert link.recv(4096) == LISTENS
-    assert 0.0 < bell.left() <= PATIENT.block + PATIENT.grace
+    assert 0.0 < bell.seconds_until_due() <= PATIENT.block + PATIENT.grace
     return bell, link, selector
 
 
@@ -51,10 +51,10 @@ def test_it_listens_again_when_it_is_tended_and_not_before_the_ring_is_handed_on
         assert selector.select(5.0)
         assert bell.read_rings() == [b"1"]
         assert heard(link) == b""
-        assert bell.left() == 0.0
+        assert bell.seconds_until_due() == 0.0
         assert not bell.run_due()  # the connection is the same
         assert link.recv(4096) == LISTENS
-        assert bell.left() > 0.0
+        assert bell.seconds_until_due() > 0.0
         assert not bell.run_due()
         assert heard(link) == b""
         bell.close()
@@ -72,7 +72,7 @@ def test_a_connection_that_broke_is_replaced(server: socket.socket, rang: bool) 
     assert bell.read_rings() == []
     assert not selector.get_map()
     while not bell.run_due():
-        selector.select(bell.left())
+        selector.select(bell.seconds_until_due())
     bell.close()
 
 
@@ -109,7 +109,7 @@ def test_a_process_that_stood_still_keeps_its_connection_and_reads_the_ring_that
         link.sendall(RING)
         # when the process stands still until its own deadline has passed
         time.sleep(2 * (listening.block + listening.grace))
-        assert bell.left() == 0.0
+        assert bell.seconds_until_due() == 0.0
         # then it hands on the ring, and ends no connection
         assert not bell.run_due()
         assert selector.select(0)

@@ -33,10 +33,10 @@ def suspended() -> MarketConnections:
 def test_e_a_pause_that_the_broker_asked_for_is_kept_in_full() -> None:
     backoff = Backoff(1.0, 60.0)
     backoff.failed(60.0)
-    assert 59.5 < backoff.left() <= 72.0
+    assert 59.5 < backoff.seconds_until_due() <= 72.0
     backoff.reset()
     backoff.failed()
-    assert backoff.left() <= 1.0
+    assert backoff.seconds_until_due() <= 1.0
 
 
 def test_e_a_suspended_account_logs_in_once_a_minute_at_most() -> None:
@@ -59,7 +59,7 @@ def test_e_the_pause_of_a_suspension_that_lasts_doubles_up_to_a_bound() -> None:
     pauses = []
     for _ in range(7):
         session.failed(LoginLimited("503", retry_after=60.0))
-        pauses.append(session.login_backoff.left())
+        pauses.append(session.login_backoff.seconds_until_due())
     for pause, least in zip(pauses, (60, 120, 240, 480, 960, 960, 960), strict=True):
         assert least - 1 < pause <= least * 1.2
     assert max(pauses) <= MAX_PAUSE_S * 1.2
@@ -93,7 +93,7 @@ def test_e_an_sdk_that_the_broker_refuses_is_shown_by_a_code_of_its_own() -> Non
     for _ in range(3):
         connections.recovery.run_due(60.0)
     assert health_text(connections.shared_state) == "degraded: BROKER_VERSION_REFUSED"
-    assert connections.broker_sessions.session("a1").login_backoff.left() > 3500
+    assert connections.broker_sessions.session("a1").login_backoff.seconds_until_due() > 3500
 
 
 def noted(connections: MarketConnections) -> list[tuple[str, float]]:

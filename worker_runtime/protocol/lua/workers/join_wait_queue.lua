@@ -1,11 +1,11 @@
--- Puts a user into the pool's wait queue and returns their place in it. Called while the pool may not grow.
+-- Puts a user into the pool's wait queue and returns their position in it. Called while the pool may not grow.
 --
--- KEYS[1] line       pool:{pool}:line     zset: user → since when he waits (ms)
--- KEYS[2] asked      pool:{pool}:asked    zset: user → when he asked last (ms)
+-- KEYS[1] wait queue pool:{pool}:line     zset: user → since when they wait (ms)
+-- KEYS[2] asked      pool:{pool}:asked    zset: user → when they asked last (ms)
 -- ARGV[1] user
--- ARGV[2] ms after which one who does not ask again has left the line
+-- ARGV[2] ms after which a user who does not ask again leaves the wait queue
 --
--- A user who asks again keeps their place. Returns the place; 0 is the first.
+-- A user who asks again keeps their position. Returns the position; 0 is the first.
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 for _, user in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now - ARGV[2])) do

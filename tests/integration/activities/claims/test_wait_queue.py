@@ -1,4 +1,5 @@
-"""The limit of workers: who finds none is refused by name, and served in the order of the line."""
+"""A pool at its limit: users are refused with POOL_EXHAUSTED and served in the order in which they
+came."""
 
 from __future__ import annotations
 
@@ -30,22 +31,22 @@ async def refused(harness: ActivityHarness, launching: LaunchActivities, user: s
     return failed.value.message
 
 
-async def test_a_freed_place_goes_to_the_first_in_the_line(harness: ActivityHarness) -> None:
+async def test_a_freed_worker_goes_to_the_first_in_the_wait_queue(harness: ActivityHarness) -> None:
     launching = limited(harness, 1)
     held = await harness.worker()
-    assert "place 1 " in await refused(harness, launching, "first") + " "
+    assert "position 1 " in await refused(harness, launching, "first") + " "
     for _ in range(5):
-        assert (await refused(harness, launching, "eager")).endswith("place 2 in the line")
+        assert (await refused(harness, launching, "eager")).endswith("position 2 in the wait queue")
     harness.launcher.end(held.task_id)
-    assert (await refused(harness, launching, "eager")).endswith("place 2 in the line")
+    assert (await refused(harness, launching, "eager")).endswith("position 2 in the wait queue")
     launched = await harness.run(launching.launch_for_claim, launch("first"))
     # A repeat is the same worker, also while the limit is reached by it.
     assert await harness.run(launching.launch_for_claim, launch("first")) == launched
-    assert (await refused(harness, launching, "eager")).endswith("place 1 in the line")
+    assert (await refused(harness, launching, "eager")).endswith("position 1 in the wait queue")
     assert len(await harness.launcher.list()) == 1
 
 
-async def test_a_free_worker_is_not_claimed_past_the_line(harness: ActivityHarness) -> None:
+async def test_a_free_worker_is_not_claimed_past_the_wait_queue(harness: ActivityHarness) -> None:
     launching = limited(harness, 1)
     first, eager = await harness.user(), await harness.user()
     held = await harness.worker()
@@ -63,7 +64,7 @@ async def test_a_free_worker_is_not_claimed_past_the_line(harness: ActivityHarne
     assert served.status == ClaimStatus.CONNECTING
 
 
-async def test_without_a_limit_nobody_waits_in_line(harness: ActivityHarness) -> None:
+async def test_without_a_limit_nobody_waits_in_the_queue(harness: ActivityHarness) -> None:
     await harness.run(harness.launching.launch_for_claim, launch("anyone"))
     assert not await reply_of(
         harness.client.exists(keys.pool_wait_queue(POOL), keys.pool_last_asked(POOL))

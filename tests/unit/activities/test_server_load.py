@@ -1,0 +1,53 @@
+"""When the quota watcher reads the list of clients: `ServerLoad`."""
+
+from __future__ import annotations
+
+from activities.events.quota_watcher import (
+    BUSY_SHARE,
+    CHANGED_BYTES,
+    MORE_CONNECTIONS,
+    RATE_SPAN_S,
+    ServerLoad,
+    Totals,
+)
+from infra.valkey.memory import MemoryUse
+
+
+def totals(connections: int = 10, used: int = 0) -> Totals:
+    return Totals(MemoryUse(used, 0), 0, connections, 0.0, 0.0)
+
+
+def listed(load: ServerLoad, now: float, seen: Totals) -> None:
+    load.note_asked(now)
+    load.note_listed(seen)
+
+
+def test_a_quiet_server_is_not_asked_for_its_clients() -> None:
+    load = ServerLoad()
+    assert not load.needs_list(0.0, totals(), BUSY_SHARE)
+
+
+def test_connections_that_come_right_after_a_read_are_looked_at_when_it_may_be_repeated() -> None:
+    load = ServerLoad()
+    listed(load, 0.0, totals())
+    many = totals(connections=10 + MORE_CONNECTIONS + 1)
+    assert not load.needs_list(RATE_SPAN_S / 3, many, BUSY_SHARE), "it was read just before"
+    assert load.needs_list(RATE_SPAN_S, many, BUSY_SHARE)
+    listed(load, RATE_SPAN_S, many)
+    assert not load.needs_list(2 * RATE_SPAN_S, many, BUSY_SHARE), "they were looked at"
+
+
+def test_connections_are_compared_with_the_fewest_since_the_last_read() -> None:
+    load = ServerLoad()
+    listed(load, 0.0, totals(connections=MORE_CONNECTIONS))
+    assert not load.needs_list(1.0, totals(connections=0), BUSY_SHARE)
+    assert load.needs_list(2.0, totals(connections=MORE_CONNECTIONS + 1), BUSY_SHARE)
+
+
+def test_a_read_that_failed_is_repeated() -> None:
+    load = ServerLoad()
+    full = totals(used=CHANGED_BYTES + 1)
+    assert load.needs_list(1.0, full, BUSY_SHARE)
+    load.note_asked(1.0)
+    assert not load.needs_list(1.0 + RATE_SPAN_S / 3, full, BUSY_SHARE), "not at once"
+    assert load.needs_list(1.0 + RATE_SPAN_S, full, BUSY_SHARE)
