@@ -29,10 +29,10 @@ from infra.settings import Settings
 from infra.valkey.client import connect_valkey, reply_of
 from tests.support.jobs.queue import QueueHarness
 from tests.support.jobs.runners import RunnerFleet
+from tests.support.receivers.mail import port_of, serving
 from tests.support.receivers.webhooks import receiving
 from tests.support.systems.api import ServedApi, running_api
 from tests.support.waiting import until
-from tests.unit.jobs.types.test_mail import port_of, serving
 from worker_runtime.jobs.config import MailOutlet, WebhookOutlet
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import read_job

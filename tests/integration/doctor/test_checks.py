@@ -21,7 +21,7 @@ from infra.settings import Settings
 from infra.vault import keyring
 from infra.vault.key_file import write_key_file
 from tests.support.commands import CommandForker
-from tests.unit.jobs.types.test_mail import MailServer, port_of, serving
+from tests.support.receivers.mail import MailServer, port_of, serving
 
 
 @pytest.fixture

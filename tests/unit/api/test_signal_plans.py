@@ -31,7 +31,6 @@ from worker_runtime.protocol.messages import PriceType, Side, TimeInForce
 from worker_runtime.protocol.order_terms import OrderCondition, OrderLot
 
 #: `tests/integration` imports these from here.
-__all__ = ["rows", "wish_of"]
 
 NAMES = OrderNames(close="s.close", open="s.open")
 _NOTHING = {"nothing to close": Outcome.NOTHING_TO_CLOSE, "nothing to do": Outcome.NOTHING_TO_DO}

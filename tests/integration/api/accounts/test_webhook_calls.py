@@ -30,9 +30,9 @@ from tests.support.api.webhooks import (
     post_signal,
 )
 from tests.support.commands import CommandForker
+from tests.support.signal_table import rows, wish_of
 from tests.support.systems.api import ServedApi, StartWorker, operator
 from tests.support.workers.api_worker import failed
-from tests.unit.api.test_signal_plans import rows, wish_of
 from worker_runtime.protocol.messages import Failure, OrderState
 
 

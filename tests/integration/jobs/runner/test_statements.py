@@ -8,11 +8,11 @@ from email import message_from_bytes
 from email.policy import default
 from typing import Any
 
+from tests.support.jobs.order_rows import row
 from tests.support.jobs.queue import KEYS
 from tests.support.jobs.runners import RunnerFleet
+from tests.support.receivers.mail import port_of, serving
 from tests.support.receivers.webhooks import receiving
-from tests.unit.jobs.types.test_mail import port_of, serving
-from tests.unit.jobs.types.test_orders import row
 from worker_runtime.jobs.config import MailOutlet, WebhookOutlet
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import catalog

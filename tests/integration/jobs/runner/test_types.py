@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.support.jobs.order_rows import row
 from tests.support.jobs.queue import KEYS, QueueHarness
 from tests.support.jobs.runners import RunnerFleet
 from tests.support.message_signing import worker_answer
 from tests.support.receivers.webhooks import receiving
 from tests.support.waiting import eventually
-from tests.unit.jobs.types.test_orders import row
 from worker_runtime.jobs.config import WebhookOutlet
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import catalog

@@ -15,7 +15,6 @@ from worker_runtime.jobs.types.mail import MailDeferred, MailRefused
 from worker_runtime.protocol.errors import MalformedMessage
 
 #: `tests/integration` imports these from here.
-__all__ = ["MailServer", "port_of", "serving"]
 
 
 @pytest.fixture

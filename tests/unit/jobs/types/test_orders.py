@@ -27,7 +27,6 @@ from worker_runtime.jobs.types.statements import export_orders
 from worker_runtime.protocol.errors import MalformedMessage
 
 #: `tests/integration` imports these from here.
-__all__ = ["row"]
 
 
 def test_make_statement_of_sums_up_what_was_bought_and_sold_by_account_and_symbol() -> None:
