@@ -43,7 +43,7 @@ MAX_JOBS_PER_ROUND = 500
 
 #: Seconds for which the sweeper has a worker started for a user's job that waits. Temporal may be
 #: away when the job is accepted; a login that the broker refuses must not be tried for ever.
-EAGER = 600.0
+START_WORKER_FOR_S = 600.0
 
 #: Failure handlers by job id prefix, up to the hyphen. One may be called again. Jobs without one
 #: only get an entry in the list of dead letters.
@@ -99,8 +99,8 @@ class KeptJobSweeper:
     async def _make_logins(
         self, users: JobUsers, applications: Mapping[str, JobApplication]
     ) -> None:
-        """Lets the runners and direct producers of applications log in to Valkey; those whose key
-        was retired no longer."""
+        """Makes the logins of applications' runners and direct producers at Valkey, and revokes
+        logins of retired keys."""
         server = await valkey.read_server_id(self._client) if applications else ""
         for name, application in applications.items():
             tag = job_keys.application_tag(name)
@@ -118,8 +118,8 @@ class KeptJobSweeper:
                 self._logins[name] = application.generations
 
     async def hear_ends(self, block: int = PERIOD_MS) -> None:
-        """Jobs of the fleet and of applications that have ended are checked at once: while an end
-        is not noted, a flush of Valkey would have the job run again. Waits `block` ms for news."""
+        """Has jobs of the fleet and of applications checked as soon as they end: until an end is
+        noted, a flush of Valkey would have the job run again. Waits `block` ms for news."""
         tags = {job_keys.events(tag): tag for tag in self._cursors}
         cursors: dict[Any, Any] = {stream: self._cursors[tag] for stream, tag in tags.items()}
         reply = await valkey.reply_of(
@@ -188,7 +188,7 @@ class KeptJobSweeper:
                 await self._kept.end(row.job_id, row.user_id, state.state)
             elif row.outcome or row.missing:
                 await self._kept.change(row.job_id, row.user_id, outcome=None, missing=False)
-            young = time.time() - row.created_at.timestamp() < EAGER
+            young = time.time() - row.created_at.timestamp() < START_WORKER_FOR_S
             if state.state == "waiting" and (row.outcome or young):
                 await self._start_worker(row.user_id)
 
@@ -211,7 +211,8 @@ class KeptJobSweeper:
             later = seconds_from_now(job.timeout + 15.0)  # by then its last run's end is known
             await self._kept.change(row.job_id, row.user_id, missing=True, check_at=later)
             return
-        if row.missing:  # first: nobody knows how far a run of this time comes
+        # Before the job is enqueued: if it is lost again, its next run has to be waited for, too.
+        if row.missing:
             await self._kept.change(row.job_id, row.user_id, missing=False)
         due = row.created_at.timestamp() + job.delay
         again = msgspec.structs.replace(job, delay=max(0.0, due - time.time()))

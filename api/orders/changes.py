@@ -129,8 +129,8 @@ class OrderChangeService:
         self, row: Row, body: schemas.ReplaceRequest, wait: float, actor: str
     ) -> ChangeResult:
         """Changes a working order, once for each request id, and waits up to `wait` seconds.
-        Another price passes the checks of a new order, here and its switch in the worker; a smaller
-        quantity always passes.
+        A new price is checked like a new order: here by all checks, in the worker by its switch. A
+        smaller quantity always passes.
 
         Raises `ProblemError` with `OrderSettled`, `OrderUnknown`, `NotAtBroker`, `ReplaceInvalid`,
         `RequestIdReused`, `ChangeUnconfirmed`, what a new order would be refused for, or what the

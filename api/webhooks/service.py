@@ -155,8 +155,8 @@ class SignalReceiver:
     async def _find_before(
         self, webhook: Webhook, signal: Signal, digest: str
     ) -> WebhookCall | AnsweredSignal | None:
-        """Returns the signal if it came before,
-        perhaps to the release before. Raises what refused it."""
+        """Returns the signal if this release or the previous one has had it. Raises the earlier
+        refusal."""
         async with self.database.session(autocommit=True) as session:
             call = await signals.find_signal(session, webhook.id, digest)
             if call is not None:
