@@ -26,6 +26,7 @@ from infra.database.engine import DatabaseUnavailable
 from infra.database.kept_jobs import KeptJob
 from infra.database.locks import seconds_from_now
 from infra.jobs.applications import ApplicationDirectory, JobApplication
+from infra.jobs.client import JobState
 from infra.jobs.kept import KeptJobs, queued_form
 from infra.temporal.starter import WorkerStarter
 from infra.valkey import client as valkey
@@ -173,24 +174,31 @@ class KeptJobSweeper:
         elif state is None:  # it has failed, and was lost since: a person may open it again
             await self._kept.change(row.job_id, row.user_id, check_at=None)
         elif state.state == "failed":
-            failed = await self._client.zscore(
-                job_keys.failed(job_keys.tag_of(row.user_id)), row.job_id
-            )
-            result = state.result or JobResult(job_id=row.job_id, status=JobStatus.FAILED)
-            failure = result.failure or Failure(code=JobFailed.code, detail="")
-            at = job_calls.reply_number(str(failed or result.finished_at_ms)) / 1000 or time.time()
-            await self._note_failure(row, failure, min(at, time.time()))
+            await self._note_failed(row, state)
         else:
-            if row.outcome == "failed":  # somebody has put it back
-                await self._kept.database.write(delete_open, [_letter(row).id])
-            if state.ended:
-                await self._shorten_result(row)
-                await self._kept.end(row.job_id, row.user_id, state.state)
-            elif row.outcome or row.missing:
-                await self._kept.change(row.job_id, row.user_id, outcome=None, missing=False)
-            young = time.time() - row.created_at.timestamp() < START_WORKER_FOR_S
-            if state.state == "waiting" and (row.outcome or young):
-                await self._start_worker(row.user_id)
+            await self._note_progress(row, state)
+
+    async def _note_failed(self, row: KeptJob, state: JobState) -> None:
+        failed = await self._client.zscore(
+            job_keys.failed(job_keys.tag_of(row.user_id)), row.job_id
+        )
+        result = state.result or JobResult(job_id=row.job_id, status=JobStatus.FAILED)
+        failure = result.failure or Failure(code=JobFailed.code, detail="")
+        at = job_calls.reply_number(str(failed or result.finished_at_ms)) / 1000 or time.time()
+        await self._note_failure(row, failure, min(at, time.time()))
+
+    async def _note_progress(self, row: KeptJob, state: JobState) -> None:
+        """Notes the end of a job that has not failed; starts the worker of one that waits."""
+        if row.outcome == "failed":  # somebody has put it back
+            await self._kept.database.write(delete_open, [_letter(row).id])
+        if state.ended:
+            await self._shorten_result(row)
+            await self._kept.end(row.job_id, row.user_id, state.state)
+        elif row.outcome or row.missing:
+            await self._kept.change(row.job_id, row.user_id, outcome=None, missing=False)
+        is_young = time.time() - row.created_at.timestamp() < START_WORKER_FOR_S
+        if state.state == "waiting" and (row.outcome or is_young):
+            await self._start_worker(row.user_id)
 
     async def _shorten_result(self, row: KeptJob) -> None:
         """An application's result is kept for as long as its job says once PostgreSQL knows the
