@@ -75,11 +75,6 @@ REMOVED_SETTINGS: Mapping[str, RemovedSetting] = {
     "CHECK_UNPRICED": RemovedSetting(
         "0.1.0", "Where an order has no price, the broker's reference price counts."
     ),
-    "DEPLOYMENT_NAME": RemovedSetting(
-        "0.1.0",
-        "Temporal's worker deployment is `berth`. BERTH_TEMPORAL_NAMESPACE keeps two "
-        "installations apart.",
-    ),
     "JOBS_EVENTS_TO": RemovedSetting(
         "0.1.0", "The log has the same lines; a log shipper sends them to a collector."
     ),
@@ -112,6 +107,8 @@ REMOVED_SETTINGS: Mapping[str, RemovedSetting] = {
 _SERVICE_LINK = re.compile(
     r"_(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?|ENV_\w+)"
 )
+#: The value of `BERTH_VALKEY_PORT` where such a service is named `berth-valkey`.
+_LINK_ADDRESS = re.compile(r"(tcp|udp|sctp)://")
 #: An assignment in a file such as `.env`.
 _ASSIGNMENT = re.compile(r"^\s*(?:export\s+)?(BERTH_\w+)\s*=", re.MULTILINE)
 
@@ -158,7 +155,8 @@ def unread_variables() -> list[UnreadVariable]:
     """
     named = set(os.environ.values())
     files = [name for name in _files_in(SECRETS_DIR) if str(SECRETS_DIR / name) not in named]
-    return find_unread([*os.environ, *files])
+    variables = [name for name, value in os.environ.items() if not _LINK_ADDRESS.match(value)]
+    return find_unread([*variables, *files])
 
 
 def unread_in_file(path: Path) -> list[UnreadVariable]:

@@ -223,6 +223,7 @@ class Settings(BaseSettings):
     # Orchestrator
     task_queues: tuple[str, ...] = ("lifecycle", "launch", "orders", "bulk")
     orchestrator_name: str = "orchestrator"
+    deployment_name: str = "berth"
     build_id: str = ""
     promote: bool = True
     #: `berth up` kills an orchestrator after 15 s.

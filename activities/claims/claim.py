@@ -141,6 +141,8 @@ class ClaimActivities:
             # Sent again only if it was lost on the way: a worker answers a repeated claim again.
             if entry.status == "claimed" or not await valkey.reply_of(self.client.llen(inbox)):
                 claim = await self._claim_message(request, claimed, generation, switch.version)
+                if claim is None:
+                    return _gone_result(worker, "the worker was cut off")
                 await push_signed(self.client, inbox, claim, self.sealer.keys.signing_keys)
             reply = await replies.wait(1, request.reply_wait)
         return await self._record_result(request, worker, reply)
@@ -357,8 +359,11 @@ class ClaimActivities:
         claimed: _ClaimedWorker,
         generation: str,
         switch_version: int,
-    ) -> Claim:
-        """Seals the user's accounts, and lets the worker reach the keys that it needs for them."""
+    ) -> Claim | None:
+        """Seals the user's accounts, and lets the worker reach the keys that it needs for them.
+
+        Returns None if the worker was cut off meanwhile: then it has lost its login again.
+        """
         worker, planner = claimed.worker, self.sealer.budgets
         plan = await planner.plan(request.user_id, worker.epoch)
         accounts, sealed_keys = await self.sealer.seal(
@@ -372,6 +377,12 @@ class ClaimActivities:
         permitted = await planner.record(plan)
         if self.users:
             await self.users.admit(worker.worker_id, request.pool, request.user_id, permitted)
+        # Read after the login is made: a worker that is cut off is fenced first, and then loses its
+        # login once more.
+        if await self.database.fetch(worker_sessions.is_fenced, request.claim_id):
+            if self.users:
+                await self.users.delete(worker.worker_id)
+            return None
         return Claim(
             claim_id=request.claim_id,
             worker_id=worker.worker_id,

@@ -105,10 +105,10 @@ class WorkerCutOff:
             # Only the orchestrator writes the owner key.
             owner = await reply_of(self.client.hget(keys.owner(offender.user_id), "worker"))
             offender = replace(offender, worker_id=text_of(owner))
+        if self.users and offender.worker_id:
+            await self.users.delete(offender.worker_id)  # a claim may have made it again
         if offender in self._running.keys:
             return False
-        if self.users and offender.worker_id:
-            await self.users.delete(offender.worker_id)
         self.count += 1
         CUT_OFF.inc()
         log.error(

@@ -251,10 +251,14 @@ class UserActivity:
     slow: float = 0.0
     slow_commands: int = 0
 
-    @property
-    def longest(self) -> float:
-        """Returns the seconds that its commands can have taken at most."""
-        return self.slow + (self.commands - self.slow_commands) * SLOW_S
+    def longest(self, span: float, all_slow: float) -> float:
+        """Returns the seconds of `span` that its commands can have taken at most.
+
+        `all_slow`: seconds that everybody's slow commands took. While others' ran, none of this
+        user's did.
+        """
+        quick = (self.commands - self.slow_commands) * SLOW_S
+        return min(self.slow + quick, span - (all_slow - self.slow))
 
     def add(self, before: ClientTotals, now: ClientTotals, slow: SlowTime) -> None:
         """Adds what one connection did since the read before."""
@@ -269,13 +273,17 @@ class UserActivity:
         """Returns which quota this exceeds in `span` seconds; '' if none."""
         if self.connections > (MAX_FLEET_CONNECTIONS if is_fleet else MAX_CONNECTIONS):
             return f"has {self.connections} connections"
-        if is_fleet and self.sent > MAX_FLEET_RATE * span:
-            return f"sends {self.sent / span / 1e6:.0f} MB a second"
         if not is_fleet and self.traffic > MAX_RATE * span:
             return f"sends and gets {self.traffic / span / 1e6:.0f} MB a second"
         return ""
 
-    def load(self, span: float, all_commands: int, *, is_fleet: bool) -> str:
+    def flood(self, span: float) -> str:
+        """Returns how much a fleet sends; '' if it is little enough. One burst is no flood."""
+        if self.sent > MAX_FLEET_RATE * span:
+            return f"sends {self.sent / span / 1e6:.0f} MB a second"
+        return ""
+
+    def load(self, span: float, all_commands: int, all_slow: float, *, is_fleet: bool) -> str:
         """Returns how these commands keep a busy server busy; '' if they do not.
 
         A fleet with much to do sends most of all commands, so only its slow ones count.
@@ -283,7 +291,8 @@ class UserActivity:
         if self.slow > BUSY_SHARE * span:
             return f"keeps Valkey busy for {self.slow / span:.0%} of the time by slow commands"
         sends_most = self.commands > BUSY_SHARE * all_commands
-        if not is_fleet and sends_most and self.longest > BUSY_SHARE * span:
+        can_be_the_cause = self.longest(span, all_slow) > BUSY_SHARE * span
+        if not is_fleet and sends_most and can_be_the_cause:
             return f"keeps Valkey busy by {self.commands / span:.0f} commands a second"
         return ""
 
@@ -293,15 +302,15 @@ class ValkeyUserState:
     """What earlier reads of the list of clients have shown about one worker or one fleet."""
 
     is_fleet: bool
-    #: The last read showed that it keeps a busy server busy. A second one in a row makes it an
-    #: offender.
+    #: The last read showed that it keeps a busy server busy, or that a fleet floods it. A second
+    #: one in a row makes it an offender.
     is_suspect: bool = False
     #: Of a fleet: bytes by which memory has grown, as far as what it sent can be the cause.
     grown: int = 0
 
     def note_load(self, load: str) -> bool:
-        """Notes how it keeps the server busy, '' if it does not. Returns True the second time in a
-        row."""
+        """Notes how it keeps the server busy or floods it, '' if it does not. Returns True the
+        second time in a row."""
         was_suspect, self.is_suspect = self.is_suspect, bool(load)
         return was_suspect and self.is_suspect
 
@@ -351,6 +360,7 @@ class ClientCounts:
         if not RATE_SPAN_S <= span < 10 * RATE_SPAN_S:
             span = math.inf  # nothing is known of the time since
         all_commands = sum(activity.commands for activity in activities.values())
+        all_slow = sum(time.seconds for time in (slow or {}).values())
         watched = {
             text_of(user): activity for user, activity in activities.items() if _is_ours(user)
         }
@@ -361,9 +371,11 @@ class ClientCounts:
         for name, activity in watched.items():
             is_fleet = name.startswith(FLEET_PREFIX)
             user = self._watched.setdefault(name, ValkeyUserState(is_fleet))
-            load = activity.load(span, all_commands, is_fleet=is_fleet) if is_busy else ""
-            keeps_busy = user.note_load(load)
-            reason = activity.excess(span, is_fleet=is_fleet) or (load if keeps_busy else "")
+            load = activity.flood(span) if is_fleet else ""
+            if is_busy and not load:
+                load = activity.load(span, all_commands, all_slow, is_fleet=is_fleet)
+            keeps_on = user.note_load(load)
+            reason = activity.excess(span, is_fleet=is_fleet) or (load if keeps_on else "")
             if reason:
                 offenders.append((name, reason))
         if self._used is not None:

@@ -23,9 +23,6 @@ from temporalio.worker import WorkerDeploymentConfig
 from infra.temporal.client import RPC_TIMEOUT, signal_workflow, unless_missing
 from workflows import names
 
-#: Two installations need two namespaces: in one, ids of their workflows and names of their queues
-#: would collide.
-DEPLOYMENT_NAME = "berth"
 #: Workflows that live for long and know the signal `renew`.
 ENTITIES = (names.USER_WORKER, names.WORKER_POOL, names.ORDER, names.ROLLOUT)
 

@@ -30,7 +30,7 @@ from activities.maintenance.certificates import warn_of_certificates
 from activities.maintenance.failures import FailureCollector
 from activities.maintenance.kept_jobs import KeptJobSweeper
 from activities.maintenance.person_matches import find_person_matches
-from activities.orchestrator.deployment import DEPLOYMENT_NAME, Deployment
+from activities.orchestrator.deployment import Deployment
 from activities.orchestrator.mover import WorkflowMover
 from activities.orchestrator.promotion import Promotion, build_id
 from activities.orchestrator.queues import (
@@ -186,7 +186,7 @@ async def _serve(temporal: Client, parts: OrchestratorResources, stopping: async
         starter = WorkerStarter(temporal, settings)
         stack.push_async_callback(starter.close)
         build = settings.build_id or build_id()
-        deployment = Deployment(temporal, name=DEPLOYMENT_NAME, build=build)
+        deployment = Deployment(temporal, name=settings.deployment_name, build=build)
         queues = hosted_queues(temporal, starter, parts)
         workers = [
             make_worker(temporal, hosted, deployment, settings.stop_grace) for hosted in queues

@@ -103,7 +103,8 @@ class TemporalCluster(Construct):
         )
         front.add_ingress_rule(network.servers, ec2.Port.tcp(443), "servers")
         # Nothing else comes in: the frontend's membership port asks for no login. The server's
-        # parts are in one container, where they find each other on loopback.
+        # parts are in one container, where they find each other on loopback. So there is one task
+        # at a time: a second one would not know of the first, and both would own all shards.
         group.add_ingress_rule(front, ec2.Port.tcp(TEMPORAL), "calls")
         # Its image, keys and log come by the endpoints: their names lead nowhere else in this VPC.
         for to, reached, port in (
@@ -248,9 +249,9 @@ class TemporalCluster(Construct):
             service_name="temporal",
             cluster=servers.hosts.services_cluster,
             task_definition=self._task,
-            desired_count=2 if stage.standby else 1,
-            min_healthy_percent=100,
-            max_healthy_percent=200,
+            desired_count=1,
+            min_healthy_percent=0,
+            max_healthy_percent=100,
             circuit_breaker=ecs.DeploymentCircuitBreaker(enable=True, rollback=True),
             vpc_subnets=network.hosts,
             security_groups=[group],

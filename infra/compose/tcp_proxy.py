@@ -10,12 +10,16 @@ a network with this proxy in its place.
 """
 
 import asyncio
+import socket
 import sys
 
 #: Bytes of one read. While one side does not take them, the other side is not read.
 CHUNK_BYTES = 65_536
 #: Server and proxy are on one machine, where a connection takes well below a millisecond.
 CONNECT_TIMEOUT_S = 5.0
+#: Seconds of silence after which a peer is asked whether it is there, and between two questions;
+#: after three without an answer the connection is closed.
+KEEPALIVE_S = 20
 
 
 class TcpProxy:
@@ -43,6 +47,8 @@ class TcpProxy:
             to_client.transport.abort()
             return
         self._report("")
+        for writer in (to_server, to_client):
+            _keep_alive(writer.get_extra_info("socket"))
         try:
             async with asyncio.TaskGroup() as directions:
                 directions.create_task(_copy(from_client, to_server))
@@ -62,6 +68,18 @@ class TcpProxy:
         state = f"does not answer: {failure}" if failure else "answers again"
         sys.stderr.write(f"{self._host}:{self._port} {state}\n")
         sys.stderr.flush()
+
+
+def _keep_alive(link: socket.socket) -> None:
+    """Closes a connection whose peer vanished without a word."""
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, KEEPALIVE_S),
+        (socket.TCP_KEEPINTVL, KEEPALIVE_S),
+        (socket.TCP_KEEPCNT, 3),
+        (socket.TCP_USER_TIMEOUT, 3 * KEEPALIVE_S * 1000),
+    ):
+        link.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

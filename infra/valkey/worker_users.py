@@ -229,6 +229,10 @@ class WorkerUsers:
                 for command in waiting[start : start + _USERS_PER_PIPELINE]:
                     pipe.execute_command(*command)
                 await pipe.execute()
+        # Read after the logins are made: whoever is cut off is fenced first, and then loses the
+        # login once more.
+        for worker_id in await self._database.fetch(worker_sessions.workers_that_ended, commands):
+            await self.delete(worker_id)
         log.info("worker_users_restored", count=len(waiting))
 
     async def _cut_off(self, worker_ids: Sequence[str]) -> set[str]:

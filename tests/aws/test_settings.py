@@ -45,6 +45,7 @@ LEFT_OUT = {
         "database_pool_wait",
         "task_queues",
         "orchestrator_name",
+        "deployment_name",
         "build_id",
         "promote",
         "stop_grace",

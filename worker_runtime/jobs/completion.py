@@ -102,7 +102,7 @@ class RunJudge:
         if job is not None and error.retryable and claimed.attempt < job.attempts:
             status, delay = JobStatus.RETRY, jittered(job.retry_delay)
         result = self._result(claimed, status, Failure.of(error), "", wall_ms())
-        return RunEnd(claimed, None, result, delay, ran=False)
+        return RunEnd(claimed, job, result, delay, ran=False)
 
     def cancelled(self, claimed: ClaimedJob, job: Job) -> RunEnd:
         failure = Failure.of(JobCancelled("cancelled before it ran"))

@@ -239,9 +239,11 @@ def _claims(total: int) -> Iterator[tuple[Target, Work]]:
 def _serve(work: str, total: int) -> None:
     """Says that it is ready; then does as much work as each line of standard input says."""
     with {"order": _orders, "claim": _claims}[work](total) as (target, act):
-        meter = CpuMeter(target)
         print("true", flush=True)
+        meter: CpuMeter | None = None
         for line in sys.stdin:
+            # From the first work on: a side that started earlier has waited for the other one.
+            meter = meter or CpuMeter(target)
             count = int(line)
             done = [act() for _ in range(count)] if count else meter.milliseconds(total)
             print(json.dumps(done), flush=True)

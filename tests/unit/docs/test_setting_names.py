@@ -80,6 +80,13 @@ def test_what_kubernetes_sets_for_a_service_of_ours_is_not_named(name: str) -> N
     assert find_unread([name]) == []
 
 
+def test_the_address_of_a_service_of_ours_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BERTH_VALKEY_PORT", "tcp://10.0.0.7:6379")
+    assert setting_names.unread_variables() == []
+    monkeypatch.setenv("BERTH_VALKEY_PORT", "6379")
+    assert [variable.name for variable in setting_names.unread_variables()] == ["BERTH_VALKEY_PORT"]
+
+
 def test_no_variable_of_another_program_is_a_setting() -> None:
     others = [name for names in OTHER_VARIABLES.values() for name in names]
     assert len(set(others)) == len(others)

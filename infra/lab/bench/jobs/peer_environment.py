@@ -20,9 +20,11 @@ PACKAGES = (
 
 def peers_python(folder: Path) -> str:
     """Returns an interpreter with `PACKAGES`, made in this folder if it is not there."""
-    python = folder / "bin" / "python"
-    if not python.exists():
+    python, installed = folder / "bin" / "python", folder / "berth-peers.txt"
+    packages = "\n".join(PACKAGES)
+    if not installed.exists() or installed.read_text(encoding="utf-8") != packages:
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
         install = [str(python), "-m", "pip", "install", "--quiet", *PACKAGES]
         subprocess.run(install, check=True)
+        installed.write_text(packages, encoding="utf-8")
     return str(python.absolute())

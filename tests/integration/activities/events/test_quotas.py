@@ -346,6 +346,14 @@ def test_who_can_have_filled_half_of_the_time_of_a_busy_server_is_named(
     assert named == (["p-1"] if is_named else [])
 
 
+def test_a_busy_trader_is_not_named_for_the_time_of_others_slow_commands() -> None:
+    counts = ClientCounts()
+    others = {b"fleet-jobs:1": SlowTime(0.4, 40), b"default:1": SlowTime(0.2, 20)}
+    for second in range(3):
+        listing = activity(("p-1", 600 * second), ("default", 100 * second))
+        assert counts.look(float(second), listing, is_busy=True, slow=others) == []
+
+
 @pytest.mark.timeout(90)
 async def test_a_worker_that_keeps_valkey_busy_is_cut_off(fleet: WatchedFleet) -> None:
     """By quick commands that it may call, on what it may hold, with little traffic, but one after
