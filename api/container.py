@@ -169,7 +169,7 @@ class Services:
             self.pending_orders,
             self.reader,
             checks,
-            deadline=deadline,
+            lifetime_s=deadline,
             unknown_blocks=settings.unknown_blocks,
             traces=traces,
         )

@@ -36,15 +36,25 @@ from workflows.worker_pool.messages import WorkerLeft
 
 #: Ends that are not the worker's own doing: somebody asked for it, or its host or node went away.
 NO_CRASH = frozenset({STOPPED, HOST_RESTARTED, HOST_LOST, LOST})
-#: These exit codes are planned too: SIGTERM, of a host that shuts down for example, or the
-#: orchestrator died before the login.
-_NO_CRASH_CODES = frozenset({ExitCode.OK, ExitCode.SHUTDOWN_TIMEOUT, ExitCode.CLAIM_REFUSED})
+#: Exit codes of planned ends, whatever the launcher gives as the reason.
+_NO_CRASH_CODES = frozenset(
+    {
+        ExitCode.OK,  # it got SIGTERM, for example because its host shuts down
+        ExitCode.SHUTDOWN_TIMEOUT,  # the same, and its session did not end in time
+        ExitCode.CLAIM_REFUSED,  # nobody completed the claim, for example a dead orchestrator
+    }
+)
 #: Seconds between two tries while the launcher, Valkey, PostgreSQL or Temporal is away.
 RETRY_INTERVAL_S = 1.0
 #: The name of this advisory lock; any constant would do.
 LOCK_ID = 0x6265727478
 
 log = structlog.get_logger()
+
+
+def is_planned(ended: TaskExit) -> bool:
+    """Returns True if the worker's end is no crash, by the reason or by its exit code."""
+    return ended.reason in NO_CRASH or ended.exit_code in _NO_CRASH_CODES
 
 
 @dataclass(eq=False, repr=False)
@@ -162,14 +172,13 @@ class ExitWatcher:
         elif row.ended_at is None or (row.end_reason or "").startswith(
             (worker_sessions.CLOSED_BY_WORKER, WAS_GONE)
         ):
-            blamed = await self.client.exists(keys.cut_off(ended.worker_id))
+            was_cut_off = await self.client.exists(keys.cut_off(ended.worker_id))
             lost = WorkerLostSignal(
                 task_id=ended.task_id,
                 worker_id=ended.worker_id,
                 exit_code=ended.exit_code,
                 reason=ended.reason[:200],
-                planned=not blamed
-                and (ended.reason in NO_CRASH or ended.exit_code in _NO_CRASH_CODES),
+                planned=not was_cut_off and is_planned(ended),
             )
             workflow_id = names.user_worker_id(row.user_id)
             if not await signal_workflow(self.temporal, workflow_id, "worker_lost", lost):

@@ -33,7 +33,7 @@ _ENDED = 'ExecutionStatus IN ("Terminated", "Canceled") AND WorkflowType IN ({})
         f'"{kind}"' for kind in (names.MORNING, names.STATEMENTS, names.DAILY_REPORT, names.ROLLOUT)
     )
 )
-RUNS = f"({_FAILED}) OR ({_ENDED})"
+RUNS_QUERY = f"({_FAILED}) OR ({_ENDED})"
 
 log = structlog.get_logger()
 
@@ -63,7 +63,9 @@ class FailureCollector:
     async def collect_runs(self) -> None:
         """Raises `RPCError`, `DatabaseUnavailable`."""
         letters: dict[DeadLetter, WorkflowExecution] = {}
-        runs = [run async for run in self._temporal.list_workflows(RUNS, limit=self._most_runs)]
+        runs = [
+            run async for run in self._temporal.list_workflows(RUNS_QUERY, limit=self._most_runs)
+        ]
         for run in runs:
             last = await read_execution(self._temporal, run.id)  # None: it was deleted meanwhile
             if last is not None and last.run_id == run.run_id:

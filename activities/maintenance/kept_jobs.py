@@ -26,6 +26,7 @@ from infra.database.engine import DatabaseUnavailable
 from infra.database.kept_jobs import KeptJob
 from infra.database.locks import seconds_from_now
 from infra.jobs.applications import ApplicationDirectory, JobApplication
+from infra.jobs.client import JobState
 from infra.jobs.kept import KeptJobs, queued_form
 from infra.temporal.starter import WorkerStarter
 from infra.valkey import client as valkey
@@ -43,7 +44,7 @@ MAX_JOBS_PER_ROUND = 500
 
 #: Seconds for which the sweeper has a worker started for a user's job that waits. Temporal may be
 #: away when the job is accepted; a login that the broker refuses must not be tried for ever.
-EAGER = 600.0
+START_WORKER_FOR_S = 600.0
 
 #: Failure handlers by job id prefix, up to the hyphen. One may be called again. Jobs without one
 #: only get an entry in the list of dead letters.
@@ -99,8 +100,8 @@ class KeptJobSweeper:
     async def _make_logins(
         self, users: JobUsers, applications: Mapping[str, JobApplication]
     ) -> None:
-        """Lets the runners and direct producers of applications log in to Valkey; those whose key
-        was retired no longer."""
+        """Makes the logins of applications' runners and direct producers at Valkey, and revokes
+        logins of retired keys."""
         server = await valkey.read_server_id(self._client) if applications else ""
         for name, application in applications.items():
             tag = job_keys.application_tag(name)
@@ -118,8 +119,8 @@ class KeptJobSweeper:
                 self._logins[name] = application.generations
 
     async def hear_ends(self, block: int = PERIOD_MS) -> None:
-        """Jobs of the fleet and of applications that have ended are checked at once: while an end
-        is not noted, a flush of Valkey would have the job run again. Waits `block` ms for news."""
+        """Has jobs of the fleet and of applications checked as soon as they end: until an end is
+        noted, a flush of Valkey would have the job run again. Waits `block` ms for news."""
         tags = {job_keys.events(tag): tag for tag in self._cursors}
         cursors: dict[Any, Any] = {stream: self._cursors[tag] for stream, tag in tags.items()}
         reply = await valkey.reply_of(
@@ -173,24 +174,31 @@ class KeptJobSweeper:
         elif state is None:  # it has failed, and was lost since: a person may open it again
             await self._kept.change(row.job_id, row.user_id, check_at=None)
         elif state.state == "failed":
-            failed = await self._client.zscore(
-                job_keys.failed(job_keys.tag_of(row.user_id)), row.job_id
-            )
-            result = state.result or JobResult(job_id=row.job_id, status=JobStatus.FAILED)
-            failure = result.failure or Failure(code=JobFailed.code, detail="")
-            at = job_calls.reply_number(str(failed or result.finished_at_ms)) / 1000 or time.time()
-            await self._note_failure(row, failure, min(at, time.time()))
+            await self._note_failed(row, state)
         else:
-            if row.outcome == "failed":  # somebody has put it back
-                await self._kept.database.write(delete_open, [_letter(row).id])
-            if state.ended:
-                await self._shorten_result(row)
-                await self._kept.end(row.job_id, row.user_id, state.state)
-            elif row.outcome or row.missing:
-                await self._kept.change(row.job_id, row.user_id, outcome=None, missing=False)
-            young = time.time() - row.created_at.timestamp() < EAGER
-            if state.state == "waiting" and (row.outcome or young):
-                await self._start_worker(row.user_id)
+            await self._note_progress(row, state)
+
+    async def _note_failed(self, row: KeptJob, state: JobState) -> None:
+        failed = await self._client.zscore(
+            job_keys.failed(job_keys.tag_of(row.user_id)), row.job_id
+        )
+        result = state.result or JobResult(job_id=row.job_id, status=JobStatus.FAILED)
+        failure = result.failure or Failure(code=JobFailed.code, detail="")
+        at = job_calls.reply_number(str(failed or result.finished_at_ms)) / 1000 or time.time()
+        await self._note_failure(row, failure, min(at, time.time()))
+
+    async def _note_progress(self, row: KeptJob, state: JobState) -> None:
+        """Notes the end of a job that has not failed; starts the worker of one that waits."""
+        if row.outcome == "failed":  # somebody has put it back
+            await self._kept.database.write(delete_open, [_letter(row).id])
+        if state.ended:
+            await self._shorten_result(row)
+            await self._kept.end(row.job_id, row.user_id, state.state)
+        elif row.outcome or row.missing:
+            await self._kept.change(row.job_id, row.user_id, outcome=None, missing=False)
+        is_young = time.time() - row.created_at.timestamp() < START_WORKER_FOR_S
+        if state.state == "waiting" and (row.outcome or is_young):
+            await self._start_worker(row.user_id)
 
     async def _shorten_result(self, row: KeptJob) -> None:
         """An application's result is kept for as long as its job says once PostgreSQL knows the
@@ -211,7 +219,8 @@ class KeptJobSweeper:
             later = seconds_from_now(job.timeout + 15.0)  # by then its last run's end is known
             await self._kept.change(row.job_id, row.user_id, missing=True, check_at=later)
             return
-        if row.missing:  # first: nobody knows how far a run of this time comes
+        # Before the job is enqueued: if it is lost again, its next run has to be waited for, too.
+        if row.missing:
             await self._kept.change(row.job_id, row.user_id, missing=False)
         due = row.created_at.timestamp() + job.delay
         again = msgspec.structs.replace(job, delay=max(0.0, due - time.time()))

@@ -167,14 +167,14 @@ class OrderSweeper:
     async def _settle_overdue(self, due: DueOrder) -> None:
         order = due.order
         late: BerthError = DeadlineExceeded()
-        copied = await self._queue.may_have_lost_order(order.created_at)
-        if copied:  # it is withdrawn all the same
+        may_be_older_copy = await self._queue.may_have_lost_order(order.created_at)
+        if may_be_older_copy:  # it is withdrawn all the same
             late = OutcomeUnknown(_COPIED_QUEUE)
         outcome = OrderOutcome(
             order_id=str(order.id),
-            state=OrderState.UNKNOWN if copied else OrderState.EXPIRED,
+            state=OrderState.UNKNOWN if may_be_older_copy else OrderState.EXPIRED,
             reason=f"{late.code}: {late.detail}",
-            withdrawn=not copied,
+            withdrawn=not may_be_older_copy,
         )
         answer = Answer(request_id=str(order.id), outcome=outcome, failure=Failure.of(late))
         fate, stored = await self._queue.withdraw_or_resolve(order, answer)
@@ -183,8 +183,8 @@ class OrderSweeper:
         if fate == RequestFate.ANSWERED and stored is not None:
             await self.database.write(recording.apply_outcome, *outcome_of(stored, str(order.id)))
         elif fate in (RequestFate.WITHDRAWN, RequestFate.ABSENT):
-            # A copied queue may also have lost an order that came in between.
-            if copied or await self._queue.may_have_lost_order(order.created_at):
+            # Asked again: the server may have changed since the first look.
+            if may_be_older_copy or await self._queue.may_have_lost_order(order.created_at):
                 await self._record_unknown(due, _COPIED_QUEUE)
                 return
             await self.database.write(recording.apply_outcome, outcome, late.code)

@@ -50,10 +50,23 @@ async def leave_wait_queue(client: Redis, pool: str, user_id: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolEntry:
-    """What `claim.lua` returned."""
+    """Says which worker a claim gets, by `status`.
 
-    #: 'claimed', 'again', 'empty', 'full' (memory is short) or 'gone'; 'refused' when the pool was
-    #: not asked.
+    `claim.lua` returns:
+    'claimed': a worker of the pool;
+    'again': the worker that this claim got before;
+    'empty': no worker, since none is ready, or other users wait for those that are;
+    'full': no worker, since the server's memory is short;
+    'gone': this claim's worker is dead, or has another claim by now.
+
+    The claim itself (`activities/claims/claim.py`) makes, without asking the pool:
+    'refused': the user has no account to log in with, or too many of their workers crashed;
+    'adopted': the user still has a worker, and keeps it;
+    'none': there is no worker to adopt, and no other was asked for;
+    'gone': a worker of the user has to be ended first;
+    'empty': too many entries of the pool were invalid.
+    """
+
     status: str
     worker_id: str = ""
     public_key: bytes = b""

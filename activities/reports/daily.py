@@ -17,10 +17,10 @@ from temporalio.exceptions import ApplicationError
 
 from activities.heartbeat import beating
 from infra.database import audit, reports
-from infra.database import users as statement_addresses
+from infra.database import users as user_table
 from infra.database.engine import Database
 from infra.database.models import StatementAddress
-from infra.database.orders import listing as statement_orders
+from infra.database.orders import listing as order_list
 from infra.jobs.kept import KeptJobs
 from infra.market.calendar import HOME_ZONE, Calendar
 from infra.settings import Settings
@@ -75,7 +75,7 @@ class DailyActivities:
         if not self.calendar.trades_on(day):
             return StatementsPlan(day=day.isoformat(), reason=f"{day} was no trading day")
         users = await self.database.write(
-            statement_addresses.count_addresses, email=self._email, webhook=self._webhook
+            user_table.count_addresses, email=self._email, webhook=self._webhook
         )
         log.info("statements_planned", day=day.isoformat(), users=users)
         return StatementsPlan(day=day.isoformat(), users=users)
@@ -87,7 +87,7 @@ class DailyActivities:
 
     async def _enqueue(self, request: EnqueueStatements, day: date) -> StatementsPage:
         async with self.database.session() as session:
-            rows = await statement_addresses.addresses_after(
+            rows = await user_table.addresses_after(
                 session,
                 email=self._email,
                 webhook=self._webhook,
@@ -120,7 +120,7 @@ class DailyActivities:
         """The day's orders, packed for a job; None: they are too many."""
         until = datetime.combine(day, time(), HOME_ZONE) + self._end
         rows = await self.database.write(
-            statement_orders.orders_of_statement,
+            order_list.orders_of_statement,
             user_id,
             until - _DAY,
             until,

@@ -19,7 +19,7 @@ from activities.rollout.canary import CanaryRegistry, CanaryRelease
 from infra.database import audit
 from infra.database.engine import Database
 from infra.database.workers import launches
-from infra.database.workers import sessions as workers_in_use
+from infra.database.workers import sessions as worker_sessions
 from infra.launchers.port import Launcher
 from infra.market.calendar import Calendar, Market
 from infra.settings import Settings
@@ -85,7 +85,7 @@ class RolloutActivities:
         version = self._version(request.release.version)
         versions = await self._free_versions(request.pool)
         others = [task.worker_id for task in await self._others(request.pool, version)]
-        users = await self.database.write(workers_in_use.workers_in_use, others)
+        users = await self.database.write(worker_sessions.workers_in_use, others)
         new = sum(worker_version == version for worker_version in versions.values())
         served, failed = await self._canary_counts(request)
         return ReleaseSnapshot(
@@ -187,7 +187,7 @@ class RolloutActivities:
         version = self._version(request.version)
         others = await self._others(request.pool, version)
         async with self.database.session() as session:
-            users = await workers_in_use.workers_in_use(
+            users = await worker_sessions.workers_in_use(
                 session, [task.worker_id for task in others]
             )
         now = time.monotonic()
@@ -210,7 +210,7 @@ class RolloutActivities:
         return len(asked)
 
     async def _ask(
-        self, worker: workers_in_use.WorkerInUse, move: _MoveRequest, deadline: float
+        self, worker: worker_sessions.WorkerInUse, move: _MoveRequest, deadline: float
     ) -> bool:
         """Whether there is a run to ask; else it has ended, and its worker ends."""
         message = MoveWhenQuiet(

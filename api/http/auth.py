@@ -121,7 +121,7 @@ class Principal:
         reach = self.applications_in_reach(to_look=to_look)
         if reach is not None and application not in reach:
             jobs_asked_for = (
-                f"of the application {application}" if application else "of Berth's own types"
+                f"of the application {application}" if application else "of Berth's built-in types"
             )
             raise ScopeMissing(
                 f"This API key is for jobs of {', '.join(sorted(reach))}, not for those "

@@ -167,7 +167,7 @@ async def list_changes(call: Call, limit: Rows = 100) -> InstrumentChangeList:
 async def approve_change(
     number: Number, body: ApproveChangeRequest, call: Call
 ) -> InstrumentChangeView:
-    """Puts a changed lot in force, for orders that are accepted from now on.
+    """Puts a changed lot in force, within 30 s.
 
     Make sure at the broker first: a wrong lot makes
     orders too large by the same factor. Operators only.

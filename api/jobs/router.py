@@ -194,7 +194,7 @@ def _built_in(body: OwnJobRequest) -> FleetJobRequest:
         options["delay_s"] = max(0.0, (body.options.run_at - datetime.now(UTC)).total_seconds())
     if unknown := options.keys() - {"job_id", "priority", "delay_s"}:
         names = ", ".join(sorted(unknown))
-        raise InvalidRequest(f"Jobs of Berth's own types take no option {names}.")
+        raise InvalidRequest(f"Jobs of Berth's built-in types take no option {names}.")
     job = {**body.args, "type": body.type, "job_id": options.get("job_id")}
     request = {"job": job, "delay": options.get("delay_s", 0.0)}
     if options.get("priority") is not None:

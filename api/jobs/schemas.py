@@ -166,7 +166,7 @@ class PushJobRequest(_JobRequest):
 
 
 #: What begins the ids of jobs that Berth itself makes, which it would then take for made.
-_OWN_IDS = ("alert-", "report-", "statement-")
+_BUILT_IN_IDS = ("alert-", "report-", "statement-")
 MESSAGES = (SmsJobRequest, WhatsappJobRequest, PushJobRequest)
 FleetJob = (
     PingJobRequest
@@ -187,8 +187,8 @@ class FleetJobRequest(Body):
 
     @model_validator(mode="after")
     def _is_acceptable(self) -> Self:
-        if self.job.job_id is not None and self.job.job_id.startswith(_OWN_IDS):
-            raise ValueError("ids that begin like this are those of Berth's own jobs")
+        if self.job.job_id is not None and self.job.job_id.startswith(_BUILT_IN_IDS):
+            raise ValueError("ids that begin like this are those of Berth's built-in jobs")
         if isinstance(self.job, WebhookJobRequest):
             check_body(self.job.body)
         return self
@@ -257,8 +257,8 @@ class OwnJobOptions(Body):
             raise ValueError("give run_at or delay_s, not both")
         if self.run_at is not None and (self.run_at - datetime.now(UTC)).days > 366:
             raise ValueError("run_at is at most a year ahead")
-        if self.job_id is not None and self.job_id.startswith(_OWN_IDS):
-            raise ValueError("job ids that begin like this belong to Berth's own jobs")
+        if self.job_id is not None and self.job_id.startswith(_BUILT_IN_IDS):
+            raise ValueError("job ids that begin like this belong to Berth's built-in jobs")
         return self
 
 

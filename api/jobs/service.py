@@ -49,7 +49,8 @@ _FLEET_ARGUMENTS = {kind.name: work for work, kind in catalog.JOB_KINDS.items()}
 
 @dataclass(frozen=True, eq=False)
 class JobService:
-    """Every method raises `RedisError` when Valkey is down."""
+    """Methods that read Valkey raise `RedisError` while it is down. `enqueue_fleet_job` accepts a
+    job without it."""
 
     database: Database
     queue: RequestQueue
@@ -62,7 +63,7 @@ class JobService:
         self,
         user_id: str,
         request: schemas.UserJob,
-        admitted: Callable[[], Awaitable[None]],
+        before_enqueue: Callable[[], Awaitable[None]],
         *,
         priority: int = 5,
         group: str = "",
@@ -72,7 +73,8 @@ class JobService:
 
         `priority`: 0 to 9, among the jobs of this user. `group`: jobs of one group run one after
         the other.
-        `admitted` is awaited once before a new job is enqueued, when there is room for it.
+        `before_enqueue` is awaited once, when there is room for a new job: it writes the caller's
+        audit entry.
         Raises `TooManyJobs`, `TooManyOrders`, `AccountNotFound`, `JobIdReused`,
         `DatabaseUnavailable`.
         """
@@ -85,7 +87,7 @@ class JobService:
                 raise TooManyJobs
         work = await self._work(user_id, request)
         if not known:
-            await admitted()
+            await before_enqueue()
         # Defaults are left out, so that a repeat of a call of 0.1.0 is recognised.
         options: dict[str, Any] = {} if priority == 5 else {"priority": priority}
         if group:

@@ -27,7 +27,7 @@ from api.workers.requests import WorkerRequests
 from infra.database import audit
 from infra.database.engine import Database
 from infra.database.models import Order as Row
-from infra.database.orders import changes as order_requests
+from infra.database.orders import changes as order_changes
 from infra.database.orders import checks as order_checks
 from infra.database.orders.attention import OrderSettled
 from infra.database.orders.recording import event_of_ours
@@ -97,7 +97,7 @@ class OrderChangeService:
             if order.state is OrderState.CANCELLED:
                 return ChangeResult(order)
             _refuse_final(order)
-        request_id = order_requests.request_id_of(row.id, "cancel", body.request_id)
+        request_id = order_changes.request_id_of(row.id, "cancel", body.request_id)
         request = CancelOrder(**self._request(row, order, request_id), generation=generation)
         changed = await self._send(request, order, self.settings.order_deadline, wait)
         if changed.order.final and changed.order.state is not OrderState.CANCELLED:
@@ -129,8 +129,8 @@ class OrderChangeService:
         self, row: Row, body: schemas.ReplaceRequest, wait: float, actor: str
     ) -> ChangeResult:
         """Changes a working order, once for each request id, and waits up to `wait` seconds.
-        Another price passes the checks of a new order, here and its switch in the worker; a smaller
-        quantity always passes.
+        A new price is checked like a new order: here by all checks, in the worker by its switch. A
+        smaller quantity always passes.
 
         Raises `ProblemError` with `OrderSettled`, `OrderUnknown`, `NotAtBroker`, `ReplaceInvalid`,
         `RequestIdReused`, `ChangeUnconfirmed`, what a new order would be refused for, or what the
@@ -142,14 +142,14 @@ class OrderChangeService:
         read_at = time.monotonic()
         async with self.database.session() as session:
             now = await order_checks.database_clock(session)
-            requested = order_requests.OrderChange(
+            requested = order_changes.OrderChange(
                 quantity=body.quantity,
                 price=body.price,
                 generation=generation,
                 deadline_at=now + timedelta(seconds=self.settings.order_deadline),
                 first_epoch=first_epoch,
             )
-            first = await order_requests.find_change(session, row.id, body.request_id)
+            first = await order_changes.find_change(session, row.id, body.request_id)
         if first is None:
             _check_replace(order, body)
             if body.price is not None:
@@ -158,14 +158,14 @@ class OrderChangeService:
                 )
                 requested = replace(requested, price_band=band)
             async with self.database.session() as session:
-                first = await order_requests.note_change(
+                first = await order_changes.note_change(
                     session, row, body.request_id, requested, actor=actor
                 )
         change = first or requested
         if not change.asks_the_same(requested):
             raise ProblemError(errors.RequestIdReused(), order=order)
         seconds_left = (change.deadline_at - now).total_seconds()
-        request_id = order_requests.request_id_of(row.id, "replace", body.request_id)
+        request_id = order_changes.request_id_of(row.id, "replace", body.request_id)
         if seconds_left <= 0 or change.generation != generation:  # it is never sent a second time
             return await self._outcome_of(order, change, request_id, seconds_left)
         confirmed: Sequence[ConfirmedQuantityChange] = ()
@@ -189,7 +189,7 @@ class OrderChangeService:
     async def _outcome_of(
         self,
         order: OrderView,
-        change: order_requests.OrderChange,
+        change: order_changes.OrderChange,
         request_id: str,
         seconds_left: float,
     ) -> ChangeResult:
@@ -201,7 +201,7 @@ class OrderChangeService:
             None,
             order.price,
         )
-        if not made and not await self.database.fetch(order_requests.was_confirmed, request_id):
+        if not made and not await self.database.fetch(order_changes.was_confirmed, request_id):
             _refuse_final(order)
             if seconds_left <= -CONFIRMATION_GRACE_S:
                 raise ProblemError(errors.ChangeUnconfirmed(), order=order)
@@ -242,7 +242,7 @@ class OrderChangeService:
         order: OrderView,
         seconds: float,
         wait: float,
-        change: order_requests.OrderChange | None = None,
+        change: order_changes.OrderChange | None = None,
     ) -> ChangeResult:
         first_epoch = change.first_epoch if change else None
         task = self.worker_requests.send(
@@ -271,7 +271,7 @@ class OrderChangeService:
         return ChangeResult(order)
 
     async def _write_outcome(
-        self, answer: Answer, change: order_requests.OrderChange | None
+        self, answer: Answer, change: order_changes.OrderChange | None
     ) -> None:
         """Records what the broker did, even if nobody waits any more."""
         if answer.outcome is not None:
@@ -279,7 +279,7 @@ class OrderChangeService:
             if change is not None and answer.failure is None:
                 async with self.database.session() as session:
                     order_id = UUID(answer.outcome.order_id)
-                    await order_requests.apply_change(session, order_id, change, answer.request_id)
+                    await order_changes.apply_change(session, order_id, change, answer.request_id)
 
 
 def _refuse_final(order: OrderView) -> None:

@@ -203,7 +203,8 @@ class OrderPlacer:
     reader: OrderReader
     checks: PreTradeChecks
     _: KW_ONLY
-    deadline: float
+    #: Seconds from an order's acceptance to its deadline.
+    lifetime_s: float
     #: What an order of unknown outcome blocks (`acceptance.NewOrder`).
     unknown_blocks: str = "symbol"
     traces: Traces | None = None
@@ -245,7 +246,7 @@ class OrderPlacer:
         """
         generation = self.answers.generation
         began = time.monotonic()
-        lifetime_s = self.deadline
+        lifetime_s = self.lifetime_s
         if not_after is not None:
             lifetime_s = max(0.0, min(lifetime_s, not_after - began))
         new = self._new_order(user_id, body, actor, parent, generation, lifetime_s)
@@ -333,9 +334,9 @@ class OrderPlacer:
         # After a loss of Valkey's data, the sweeper settles the order.
         if not is_waiting or row.generation != generation or accepted.seconds_left <= 0:
             return PlacementResult(order, new=False, failure=failure_of(order))
-        # It has its first order's lifetime: `not_after` is an instant, so what was left of it now
-        # would make the order look as if it was accepted now, and not before a server of Valkey
-        # that may be an older copy.
+        # None: the first order's lifetime. With the time left until `not_after`, the order would
+        # look as if it was accepted now, and a worker could take it for one newer than an older
+        # copy of Valkey.
         request = self._request_of(row, bounds, None, "")
         return PendingOrder(row, request, began + accepted.seconds_left, began, latest_view=order)
 

@@ -20,8 +20,7 @@ from infra.market.calendar import HOME_ZONE_NAME
 from worker_runtime.protocol.messages import OrderState, PriceType, Side, TimeInForce
 from worker_runtime.protocol.order_terms import OpenClose, OrderCondition, OrderLot
 
-#: Lots. Far above what an exchange takes in one order (its record says how many): a typing error's
-#: limit, not a rule of trading.
+#: Lots. Catches typing errors. The broker's record has the market's real maximum.
 MAX_QUANTITY = 10_000
 
 ClientOrderId = Annotated[

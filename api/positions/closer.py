@@ -29,7 +29,7 @@ from api.workers.requests import WorkerRequests
 from infra.database import accounts
 from infra.database.engine import Database
 from infra.database.models import Order as Row
-from infra.database.orders import checks as closing
+from infra.database.orders import checks as order_checks
 from infra.database.trading.reconciliations import FILL_MARGIN
 from infra.worker_calls.client import NoAnswer
 from worker_runtime.protocol.broker_reports import Position
@@ -180,7 +180,7 @@ class PositionCloser:
         """Asks the broker for the positions of an account. Raises what `Portfolio.report`
         raises."""
         async with self._database.session(autocommit=True) as session:
-            now = await closing.database_clock(session)
+            now = await order_checks.database_clock(session)
         seconds = max(0.0, min(POSITIONS_TIMEOUT_S, not_after - time.monotonic()))
         report = await self._portfolio.report(
             user_id, account_id, seconds, orders=True, positions=True
@@ -197,7 +197,7 @@ class PositionCloser:
         """Raises `PositionBusy` while an order works in a symbol, or if one was filled since
         `since`."""
         async with self._database.session(autocommit=True) as session:
-            beside = await closing.conflicting_order(
+            beside = await order_checks.conflicting_order(
                 session, user_id, account_id, symbol, "", since, but
             )
         if beside is not None:
@@ -216,7 +216,7 @@ class PositionCloser:
         """
         async with self._database.session() as session:
             ids = part_ids(close.client_order_id)
-            known = await closing.orders_by_client_ids(session, close.user_id, ids)
+            known = await order_checks.orders_by_client_ids(session, close.user_id, ids)
         if known:
             return await self._repeat(known, ids, close.parent, wait, close.actor)
         holdings = await self.read_holdings(close.user_id, close.account_id, not_after)
@@ -230,7 +230,7 @@ class PositionCloser:
         if not positions:
             async with self._database.session() as session:
                 where = (close.user_id, close.account_id, close.symbol)
-                beside = await closing.conflicting_order(
+                beside = await order_checks.conflicting_order(
                     session, *where, "", since, [close.opens or ""]
                 )
             if beside is not None:  # it may have made such a position, or make it yet
@@ -325,15 +325,15 @@ class PositionCloser:
         written: list[list[PendingOrder | PlacementResult]] = []
         async with self._user_turn(user_id), self._database.session() as session:
             if since is not None:
-                await closing.lock_symbol(session, *where)
+                await order_checks.lock_symbol(session, *where)
             if guard is not None:
                 await guard(session)
-            known = await closing.orders_by_client_ids(
+            known = await order_checks.orders_by_client_ids(
                 session, user_id, [name for names in ids for name in names]
             )
             if not known:  # else an equal request was quicker
                 if since is not None:
-                    beside = await closing.conflicting_order(session, *where, side, since, but)
+                    beside = await order_checks.conflicting_order(session, *where, side, since, but)
                     if beside is not None:
                         raise _position_busy(beside)
                 if time.monotonic() >= not_after:

@@ -25,7 +25,7 @@ from api.positions.closer import PositionClose, PositionCloser
 from api.positions.parts import part_ids, read_again, whole_of
 from api.positions.schemas import Intent, IntentRequest, IntentView
 from infra.database.engine import Database
-from infra.database.orders import checks as closing
+from infra.database.orders import checks as order_checks
 from infra.database.orders import feed as order_changes
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.messages import OrderState, Side
@@ -107,10 +107,12 @@ class IntentRunner:
         """
         until = time.monotonic() + wait
         async with self.database.session() as session:
-            since = await closing.database_clock(session)
+            since = await order_checks.database_clock(session)
             run = IntentRun(user_id, account_id, body, actor, until, not_after, since)
             ids = part_ids(run.closing_id)
-            known = await closing.orders_by_client_ids(session, user_id, [*ids, run.opening_id])
+            known = await order_checks.orders_by_client_ids(
+                session, user_id, [*ids, run.opening_id]
+            )
         if run.opening_id in known:
             if not body.intent.enters:
                 raise ClientOrderIdReused
@@ -158,7 +160,7 @@ class IntentRunner:
                 CloseNotFilled(f"the closing order is {close.state.value}"), legs=[close]
             )
         async with self.database.session(autocommit=True) as session:
-            now = await closing.database_clock(session)
+            now = await order_checks.database_clock(session)
         if (now - close.accepted_at).total_seconds() > self.deadline:
             raise ProblemError(IntentExpired(), legs=[close])
         # Also of a repeat: what was filled after the first one's look has changed the position.

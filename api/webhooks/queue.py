@@ -43,7 +43,7 @@ from api.webhooks.planning import (
 from api.webhooks.schemas import actor_of
 from infra.database.engine import Database, DatabaseUnavailable
 from infra.database.models import Order
-from infra.database.orders import checks as closing
+from infra.database.orders import checks as order_checks
 from infra.database.orders import feed as order_changes
 from infra.database.trading import signals
 from infra.database.trading.models import WebhookCall
@@ -305,7 +305,7 @@ class SignalQueue:
 
     async def _try(self, run: SignalRun) -> SignalPlan:
         async with self._database.session(autocommit=True) as session:
-            known = await closing.orders_by_client_ids(session, run.call.user_id, run.names)
+            known = await order_checks.orders_by_client_ids(session, run.call.user_id, run.names)
         plan = SignalPlan.from_json(run.call.plan) if run.call.plan is not None else None
         if plan is None and known:
             plan = _plan_of_release_before(run, known)

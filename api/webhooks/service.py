@@ -30,7 +30,7 @@ from api.webhooks.planning import QuantityUnit
 from api.webhooks.queue import SignalQueue, stored_error
 from api.webhooks.schemas import Signal, SignalOutcome
 from infra.database.engine import Database
-from infra.database.orders import checks as closing
+from infra.database.orders import checks as order_checks
 from infra.database.trading import signals, symbol_names, webhooks
 from infra.database.trading.models import Webhook, WebhookCall
 from infra.database.trading.signals import Lane
@@ -155,8 +155,8 @@ class SignalReceiver:
     async def _find_before(
         self, webhook: Webhook, signal: Signal, digest: str
     ) -> WebhookCall | AnsweredSignal | None:
-        """Returns the signal if it came before,
-        perhaps to the release before. Raises what refused it."""
+        """Returns the signal if this release or the previous one has had it. Raises the earlier
+        refusal."""
         async with self.database.session(autocommit=True) as session:
             call = await signals.find_signal(session, webhook.id, digest)
             if call is not None:
@@ -165,7 +165,7 @@ class SignalReceiver:
             if (refusal := await signals.refused_before(session, webhook.id, digest)) is not None:
                 raise refusal
             names = [name for base, _ in signal.names(digest).both for name in part_ids(base)]
-            known = await closing.orders_by_client_ids(session, webhook.user_id, names)
+            known = await order_checks.orders_by_client_ids(session, webhook.user_id, names)
         if not known:
             return None
         legs = [
@@ -228,7 +228,7 @@ class SignalReceiver:
                 name for base, _ in signal.names(call.digest or "").both for name in part_ids(base)
             ]
             async with self.database.session(autocommit=True) as session:
-                known = await closing.orders_by_client_ids(session, call.user_id, names)
+                known = await order_checks.orders_by_client_ids(session, call.user_id, names)
             ids = [known[name].id for name in dict.fromkeys(names) if name in known]
         return [await self.reader.get(order_id) for order_id in ids]
 

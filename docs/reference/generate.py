@@ -30,7 +30,7 @@ from infra.settings import Settings
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import BerthError
-from worker_runtime.protocol.installed_brokers import own_brokers
+from worker_runtime.protocol.installed_brokers import built_in_brokers
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -400,7 +400,7 @@ def broker_page() -> str:
             "how to write one."
         ),
     ]
-    for plugin in own_brokers().values():
+    for plugin in built_in_brokers().values():
         record = plugin.record
         limits = record.limits
         needed = {"always": "", "live": " (not in simulation)", "never": " (optional)"}

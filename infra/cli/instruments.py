@@ -116,7 +116,7 @@ def approve(
     change: Annotated[int, typer.Argument(metavar="ID", help="Id of the change.")],
     reason: Reason,
 ) -> CommandAnswer:
-    """Put a changed lot in force, for orders that are accepted from now on."""
+    """Put a changed lot in force, within 30 s."""
     row = api.post("instruments", "changes", str(change), "approve", reason=reason).body
     text = (
         f"a lot of {row['code']} at {row['broker']} has {row['new_lot_units']} units now, worth"

@@ -53,7 +53,9 @@ class KeptJobs:
         again under the same id once its result has expired.
 
         `digest`: of the request, if the caller chose the id, so that another request under this id
-        is refused. `without_database`: only queue the job if PostgreSQL does not answer within 2 s.
+        is refused.
+        `without_database`: if PostgreSQL does not answer within 2 s, queue the job without keeping
+        it.
         Raises `JobIdReused`, `MalformedMessage`, `DatabaseUnavailable`.
         """
         job = queued_form(job, user_id)

@@ -5,7 +5,7 @@ Hours, holidays and time zones come from the brokers' records
 an exchange on an hour's notice.
 
 What is not about one account (reports, quotas, the days of lists, windows of a pool) follows the
-home markets, which are those of the first of Berth's own brokers.
+home markets, which are those of the first of Berth's built-in brokers.
 """
 
 import json
@@ -26,7 +26,7 @@ from worker_runtime.protocol.broker_record import (
     after_close,
 )
 from worker_runtime.protocol.errors import BerthError
-from worker_runtime.protocol.installed_brokers import installed_brokers, own_brokers
+from worker_runtime.protocol.installed_brokers import built_in_brokers, installed_brokers
 from worker_runtime.protocol.order_terms import OrderLot
 
 #: Most days to search back for a trading day: the longest known holidays are below two weeks.
@@ -51,7 +51,7 @@ class Hours:
 @cache
 def home_broker() -> Plugin:
     """Return the broker whose markets the installation's own days follow."""
-    return next(iter(own_brokers().values()))
+    return next(iter(built_in_brokers().values()))
 
 
 @cache

@@ -90,11 +90,11 @@ class RequestQueue:
     ) -> QueuedRequest:
         """Queues a request once, with a deadline by Valkey's clock.
 
-        `expires_at`: the deadline on `time.monotonic`, seconds. It is an instant and no duration,
-        because this process may stand still, or wait for Valkey, after the caller has read how much
-        time is left: a request that got a later deadline than its order has would look younger than
-        a server of Valkey that may be an older copy, and a worker would execute it again. So one
-        that comes too late is queued with the deadline that has passed, and no worker begins it.
+        `expires_at`: the deadline on `time.monotonic`, seconds. It is an instant, because a
+        duration would start late if this process stands still. The deadline would then be later
+        than the order's, and a worker could take the order for one newer than an older copy of
+        Valkey. A request that comes too late is queued with the deadline that has passed, and no
+        worker begins it.
 
         The deadline is signed, so it is set here and not by the script; no wall clock of this host
         matters. `order`: the order that the request places. Raises `ClientOrderIdTaken` and, for an

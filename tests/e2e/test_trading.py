@@ -10,7 +10,7 @@ from decimal import Decimal
 from uuid import UUID
 
 from infra.database.engine import Database
-from infra.database.orders import changes as order_requests
+from infra.database.orders import changes as order_changes
 from infra.database.orders import recording
 from infra.database.orders.changes import OrderChange
 from infra.exchange.behaviour import Behaviour, FillMode
@@ -81,10 +81,10 @@ def test_a_change_whose_api_died_after_it_was_queued_is_in_the_books(system: Run
                 generation=row.generation,
                 deadline_at=datetime.now(UTC) + timedelta(seconds=30),
             )
-            await order_requests.note_change(session, row, "r", change_row, actor="test")
+            await order_changes.note_change(session, row, "r", change_row, actor="test")
         await database.close()
         request = ReplaceOrder(
-            request_id=order_requests.request_id_of(order_id, "replace", "r"),
+            request_id=order_changes.request_id_of(order_id, "replace", "r"),
             order_id=str(order_id),
             user_id=trader.user_id,
             account_id=trader.account_id,

@@ -7,7 +7,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from worker_runtime.protocol.installed_brokers import own_brokers
+from worker_runtime.protocol.installed_brokers import built_in_brokers
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS = ("activities", "api", "infra", "worker_runtime", "workflows")
@@ -41,7 +41,7 @@ def sources() -> dict[str, str]:
 def names_a_broker(text: str) -> bool:
     """Returns True if a string of the source is the name of a broker."""
     return any(
-        isinstance(node, ast.Constant) and node.value in own_brokers()
+        isinstance(node, ast.Constant) and node.value in built_in_brokers()
         for node in ast.walk(ast.parse(text))
     )
 

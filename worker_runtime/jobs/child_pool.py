@@ -158,7 +158,7 @@ class ChildPool:
     ready: bool = field(default=True, init=False)
     #: The code of the jobs was replaced while the runner ran.
     manifest_changed: bool = field(default=False, init=False)
-    #: Whether `memory_excess` has to be asked now and then.
+    #: Whether `exceeds_memory` has to be asked now and then.
     watches_memory: bool = field(default=False, init=False)
 
     def __len__(self) -> int:
@@ -182,8 +182,8 @@ class ChildPool:
         """Seconds until `run_due` has something to do."""
         return math.inf
 
-    def memory_excess(self, run: "JobRun") -> bool:
-        """Whether a run has more memory than it may have, where the kernel does not limit it."""
+    def exceeds_memory(self, run: "JobRun") -> bool:
+        """Returns True if a run has more memory than it may, where the kernel does not limit it."""
         return False
 
     def take(self, job: Job) -> JobChild:

@@ -205,7 +205,7 @@ class JobExecutor:
             return
         self._next_memory_check = time.monotonic() + MEMORY_PERIOD
         for run in self._runs:
-            if run.kill_reason != "memory" and self.pool.memory_excess(run):
+            if run.kill_reason != "memory" and self.pool.exceeds_memory(run):
                 self._log.warning("job_exceeds_memory", job=run.claimed.job_id, type=run.job.name)
                 self._runs.kill_now(run, "memory")
 
@@ -268,7 +268,14 @@ class JobExecutor:
         self._killed.clear()
         for run in lost:
             self.pending_ends.add(
-                self._judge().died(run.claimed, run.job, "", "it was lost", "", run.started_ms)
+                self._judge().died(
+                    run.claimed,
+                    run.job,
+                    why="",
+                    how="it was lost",
+                    output="",
+                    started_ms=run.started_ms,
+                )
             )
         self.pending_ends.disown()
         self.prefetched.clear()
@@ -359,7 +366,14 @@ class JobExecutor:
 
     def _add_death(self, run: JobRun, how: str, output: str) -> None:
         """Records the end of a run that was killed, or whose child has died."""
-        end = self._judge().died(run.claimed, run.job, run.kill_reason, how, output, run.started_ms)
+        end = self._judge().died(
+            run.claimed,
+            run.job,
+            why=run.kill_reason,
+            how=how,
+            output=output,
+            started_ms=run.started_ms,
+        )
         self.pending_ends.add(end)
         if end.result.status is JobStatus.FAILED and run.kill_reason:
             self._log.warning("job_killed", job=run.claimed.job_id, why=run.kill_reason)

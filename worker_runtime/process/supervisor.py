@@ -196,8 +196,7 @@ class Supervisor:
         )
 
     def _newly_assigned(self) -> bool:
-        """Returns True until the first renewal of the mark if a claimed pool entry was seen and the
-        session has confirmed the claim since."""
+        """Returns True if the session has confirmed a claim and the mark was not renewed since."""
         return bool(self._shared_state.assigned) and self._unconfirmed_since is not None
 
     def _changed(self) -> bool:
@@ -219,7 +218,7 @@ class Supervisor:
         if self._shared_state.broker_open:
             self._client.timeout = min(_TIMEOUT, max(0.1, self._lease.remaining_s() - KILL_MARGIN))
         try:
-            code = self._renew_mark() if self._shared_state.assigned else self._announce()
+            code = self._renew_mark() if self._shared_state.assigned else self._renew_pool_entry()
         except ValkeyFailed as error:
             if not self._failing:
                 self._log.warning("renewal_failed", code=error.code, reason=error.detail)
@@ -233,7 +232,7 @@ class Supervisor:
             self._log.info("renewal_back")
         return code
 
-    def _announce(self) -> ExitCode:
+    def _renew_pool_entry(self) -> ExitCode:
         """Renews the pool entry of a worker without a user. Ends a worker whose claim was released,
         or whose claim message has not come within `confirm_timeout`."""
         state = self._mark.announce(self._client)

@@ -100,8 +100,8 @@ class PoolExhausted(WorkerUnavailable, code="POOL_EXHAUSTED"):
 
 
 class MemoryShort(BerthError, code="MEMORY_SHORT", retryable=True):
-    """Memory is short: new orders and new workers are refused for now; cancels and running workers
-    go on."""
+    """Valkey's memory is short: new orders and new workers are refused for now; cancels and running
+    workers continue."""
 
     #: Seconds after which to ask again.
     PAUSE: ClassVar[float] = 5.0
@@ -185,7 +185,8 @@ class CertificateExpired(OrderRejected, code="CERTIFICATE_EXPIRED"):
 
 
 class OutcomeUnknown(BrokerError, code="OUTCOME_UNKNOWN"):
-    """The order may or may not have reached the broker: reconcile, do not resend."""
+    """The order may or may not have reached the broker: do not send it again; Berth asks the
+    broker."""
 
 
 class TradingHalted(BerthError, code="TRADING_HALTED", status=423):
@@ -241,7 +242,7 @@ class PriceTypeRule(CheckFailed, code="PRICE_TYPE_RULE"):
 
 
 class OrderTermsRule(CheckFailed, code="ORDER_TERMS_RULE"):
-    """The market does not accept this combination of lot, condition and open/close type."""
+    """The market does not take these terms, or this quantity, in one order."""
 
 
 class BrokerNotInstalled(CheckFailed, code="BROKER_NOT_INSTALLED", status=409):

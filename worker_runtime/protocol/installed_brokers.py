@@ -1,7 +1,7 @@
 """Finds the records of all installed brokers, without importing their code.
 
-Berth's own brokers are folders in `worker_runtime/brokers/`. Others are distributions with an entry
-point of the group `berth.brokers`, whose value is the package that has `broker.toml`:
+Berth's built-in brokers are folders in `worker_runtime/brokers/`. Others are distributions with an
+entry point of the group `berth.brokers`, whose value is the package that has `broker.toml`:
 
     [project.entry-points."berth.brokers"]
     harbour = "berth_harbour"
@@ -23,7 +23,7 @@ from worker_runtime.protocol.errors import BrokerNotInstalled
 
 GROUP = "berth.brokers"
 RECORD_FILE = "broker.toml"
-_OWN = Path(__file__).resolve().parents[1] / "brokers"
+_BUILT_IN = Path(__file__).resolve().parents[1] / "brokers"
 
 Brokers = MappingProxyType[str, Plugin]
 
@@ -35,7 +35,7 @@ def installed_brokers() -> Brokers:
     Raises `BrokerRecordRefused` for a record that cannot be used, and for a name that two brokers
     have.
     """
-    plugins = dict(own_brokers())
+    plugins = dict(built_in_brokers())
     if has_plugins():
         for plugin in _load_plugins():
             name = plugin.record.name
@@ -49,16 +49,18 @@ def installed_brokers() -> Brokers:
 
 
 @cache
-def own_brokers() -> Brokers:
+def built_in_brokers() -> Brokers:
     """Return the brokers that come with Berth, by name."""
-    plugins = [load_plugin(path) for path in sorted(_OWN.glob(f"*/{RECORD_FILE}"))]
+    plugins = [load_plugin(path) for path in sorted(_BUILT_IN.glob(f"*/{RECORD_FILE}"))]
     return MappingProxyType({plugin.record.name: plugin for plugin in plugins})
 
 
 @cache
 def paper_exchange() -> str:
     """Return the name of the exchange that comes with Berth."""
-    return next(name for name, plugin in own_brokers().items() if plugin.record.is_paper_exchange)
+    return next(
+        name for name, plugin in built_in_brokers().items() if plugin.record.is_paper_exchange
+    )
 
 
 @cache

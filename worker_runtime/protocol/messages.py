@@ -109,9 +109,9 @@ class PlaceOrder(RequestMessage, frozen=True, kw_only=True, tag="place_order"):
     lifetime_ms: bounds.SpanMs = 0
     #: The broker's id of the order, if known. In `open_orders` only.
     broker_order_id: bounds.Id | None = None
-    #: Whether its submission was begun by our books. In `open_orders` only. It is never
-    #: submitted again then, even if an older copy of Valkey has it in the queue once more,
-    #: without its journal entry.
+    #: Our books say that its submission had begun. Then it is never submitted again, even if an
+    #: older copy of Valkey has it in the queue once more, without its journal entry. In
+    #: `open_orders` only.
     begun: bool = False
     #: The share by which the price may differ from the broker's reference price; None: any.
     price_band: Decimal | None = None

@@ -30,6 +30,37 @@ from worker_runtime.trading.reconciliation import AccountReader, AccountReconcil
 from worker_runtime.trading.session_recovery import SessionRecovery
 
 
+def _build_request_handler(
+    parts: SessionParts,
+    broker_calls: BrokerCalls,
+    broker_sessions: BrokerSessions,
+    tracker: OrderTracker,
+    unknown_outcomes: UnknownOutcomes,
+    instruments: InstrumentReader,
+) -> RequestHandler:
+    """Returns the handler of a user's requests, wired to the readers and writers of orders."""
+    send_buffer, shared_state, log = parts.send_buffer, parts.shared_state, parts.log
+    submitter = OrderSubmitter(
+        broker_calls,
+        tracker,
+        unknown_outcomes,
+        send_buffer=send_buffer,
+        shared_state=shared_state,
+        log=log,
+    )
+    return RequestHandler(
+        submitter,
+        OrderChanger(broker_calls, tracker, send_buffer),
+        AccountReader(broker_calls, tracker),
+        instruments,
+        broker_sessions=broker_sessions,
+        send_buffer=send_buffer,
+        shared_state=shared_state,
+        log=log,
+        add_measures=broker_calls.add_measures,
+    )
+
+
 class RequestLoop:
     """Serves one user after the claim. The session's loop calls `step` after each event."""
 
@@ -87,23 +118,13 @@ class RequestLoop:
             log=log,
         )
         self._instruments = InstrumentReader(broker_calls, log)
-        self._request_handler = RequestHandler(
-            OrderSubmitter(
-                broker_calls,
-                self._tracker,
-                self._unknown_outcomes,
-                send_buffer=send_buffer,
-                shared_state=shared_state,
-                log=log,
-            ),
-            OrderChanger(broker_calls, self._tracker, send_buffer),
-            AccountReader(broker_calls, self._tracker),
+        self._request_handler = _build_request_handler(
+            parts,
+            broker_calls,
+            self.broker_sessions,
+            self._tracker,
+            self._unknown_outcomes,
             self._instruments,
-            broker_sessions=self.broker_sessions,
-            send_buffer=send_buffer,
-            shared_state=shared_state,
-            log=log,
-            add_measures=broker_calls.add_measures,
         )
         self._control = ControlHandler(
             parts, self.broker_sessions, self._recovery, self.load_open_orders

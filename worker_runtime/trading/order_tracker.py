@@ -46,9 +46,9 @@ class _TrackedOrder:
     order: PlaceOrder
     outcome: OrderOutcome
     failure: Failure | None = None
-    #: Whether it is known to have been taken: by this session, by the broker's list, or by our
+    #: Whether its submission is known to have begun: by this session, the broker's list or our
     #: books.
-    taken: bool = True
+    begun: bool = True
     #: Whether an event has said that it is filled.
     reported_filled: bool = False
     #: Quantity and price that the broker showed last; None: as ordered.
@@ -76,10 +76,10 @@ class OrderTracker:
         self._unmatched: deque[tuple[ConnectionKey, OrderChanged]] = deque(maxlen=_MAX_UNMATCHED)
 
     def known_outcome(self, order_id: str) -> OrderResult | None:
-        """Returns what is known of an order that this session or a former one has taken; None if
-        nothing says so."""
+        """Returns what is known of an order whose submission has begun, in this session or a former
+        one; None if nothing says so."""
         entry = self._entries.get(order_id)
-        return OrderResult(entry.outcome, entry.failure) if entry and entry.taken else None
+        return OrderResult(entry.outcome, entry.failure) if entry and entry.begun else None
 
     def __contains__(self, order_id: str) -> bool:
         return order_id in self._entries
@@ -96,7 +96,7 @@ class OrderTracker:
         for order in orders:
             known = self._entries.get(order.order_id)
             if known is not None:
-                known.taken = known.taken or order.begun  # our books may have learnt it since
+                known.begun = known.begun or order.begun  # our books may have learnt it since
                 continue
             unknown = OrderOutcome(
                 order_id=order.order_id,
@@ -104,7 +104,7 @@ class OrderTracker:
                 broker_order_id=order.broker_order_id,
             )
             entry = self._remember(order, unknown, Failure.of(OutcomeUnknown()))
-            entry.taken = order.begun or order.broker_order_id is not None
+            entry.begun = order.begun or order.broker_order_id is not None
             if order.broker_order_id is not None:
                 self._by_broker_id[order.account_id, order.broker_order_id] = order.order_id
             else:
@@ -163,7 +163,7 @@ class OrderTracker:
             return False
         self._by_broker_id[account_id, reported.broker_order_id] = order_id
         entry = self._entries[order_id]
-        entry.taken = True
+        entry.begun = True
         entry.merge_report(reported)
         self._compare_terms(entry, reported)
         self._send_progress(entry, reported, fill)

@@ -5,10 +5,17 @@ user's successive workers. A call beyond the limit waits while its caller can wa
 refused, and nothing has been sent.
 
 Keys hold no person id but a keyed hash of user and person: neither a worker nor who reads Valkey
-has the key. After a rotation of that key a claim brings a name under the new one and under the one
-before, and the worker counts under both: with workers claimed before under the older, with those
-claimed after the older is gone under the newer. In the same way it counts under a name that linked
-users share, and under that of 0.1.0 if the user's worker before was claimed by that release.
+has the key. That key is rotated: for a while there are two, and a worker claimed then counts under
+the names of both, so that it shares each limit with workers claimed before and after.
+
+| worker claimed | counts under the name of |
+|---|---|
+| before the rotation | the older key |
+| during the rotation, while both keys are in use | both keys |
+| after the rotation, when the older key is gone | the newer key |
+
+In the same way it counts under a name that linked users share, and under that of 0.1.0 if the
+user's worker before was claimed by that release.
 """
 
 import time

@@ -47,14 +47,14 @@ async def start_worker(life: WorkerLifecycle, *, adopt_only: bool = False) -> No
     one meanwhile.
     """
     why, tries = "", 0
-    failed: tuple[str, ...] = ()
+    failed_versions: tuple[str, ...] = ()
     while tries < CLAIM_TRIES:
         adopts = adopt_only and life.start is None
         if adopt_only and tries and adopts:
             raise NothingToAdopt
         life.state = life.state.claimed(str(workflow.uuid4()), life.now())
         try:
-            result = await _connect(life, await _claim(life, failed, adopt_only=adopts))
+            result = await _connect(life, await _claim(life, failed_versions, adopt_only=adopts))
         except _NoWorker:
             if life.start is None:
                 raise NothingToAdopt from None
@@ -66,7 +66,7 @@ async def start_worker(life: WorkerLifecycle, *, adopt_only: bool = False) -> No
         except ClaimWorkerGone as gone:
             why, now = str(gone), life.now()
             if life.state.worker is not None and life.state.worker.version:
-                failed = (*failed, life.state.worker.version)
+                failed_versions = (*failed_versions, life.state.worker.version)
             # A worker that died during its login counts like one that died in service. Else a
             # library that crashes there would cost three logins an order, for ever.
             crashed = (
@@ -100,12 +100,12 @@ async def _wait_out_backoff(life: WorkerLifecycle) -> None:
 
 
 async def _claim(
-    life: WorkerLifecycle, failed: tuple[str, ...], *, adopt_only: bool = False
+    life: WorkerLifecycle, failed_versions: tuple[str, ...], *, adopt_only: bool = False
 ) -> ClaimResult:
     """Gets a worker for the present claim id: the one that the user has, one of the pool, or a
     launched one."""
     state = life.state
-    result = await _try_claim(life, failed, adopt_only=adopt_only)
+    result = await _try_claim(life, failed_versions, adopt_only=adopt_only)
     if result.status == ClaimStatus.NONE:
         raise _NoWorker
     if result.status == ClaimStatus.ADOPTED and result.worker is not None:
@@ -118,7 +118,7 @@ async def _claim(
             pool=state.pool,
             claim_id=state.claim_id,
             timeout=state.settings.launch_timeout,
-            failed=failed,
+            failed=failed_versions,
         )
         try:
             await life.unless_interrupted(calls.launch_for_claim(launch))
@@ -127,7 +127,7 @@ async def _claim(
                 why = calls.cause(error).partition(": ")[2]
                 raise StartFailed(errors.PoolExhausted.code, why, retryable=True) from error
             raise ClaimWorkerGone(f"launch: {calls.cause(error)}") from error
-        result = await _try_claim(life, failed)
+        result = await _try_claim(life, failed_versions)
     if result.worker is not None:
         life.assigned(result.worker)
         if result.worker.warm:
@@ -138,7 +138,7 @@ async def _claim(
 
 
 async def _try_claim(
-    life: WorkerLifecycle, failed: tuple[str, ...], *, adopt_only: bool = False
+    life: WorkerLifecycle, failed_versions: tuple[str, ...], *, adopt_only: bool = False
 ) -> ClaimResult:
     state = life.state
     request = ClaimRequest(
@@ -147,7 +147,7 @@ async def _try_claim(
         claim_id=state.claim_id,
         connect_timeout=state.settings.connect_timeout,
         check_crashes=not state.crashes_known,
-        failed=failed,
+        failed=failed_versions,
         adopt_only=adopt_only,
     )
     try:

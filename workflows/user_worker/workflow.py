@@ -378,8 +378,7 @@ class UserWorkerWorkflow:
         await self._end(reason, crashed=True)
 
     async def _drain(self, reason: str, *, reopen: bool) -> None:
-        """Ends the worker, then the run. With `reopen`, orders and jobs still queued get another
-        worker."""
+        """Ends the worker. Ends the run too, unless `reopen` and work is waiting."""
         life = self._life
         life.shutdown = ""
         life.state = life.state.drains(reason, life.now())

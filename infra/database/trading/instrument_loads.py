@@ -36,8 +36,8 @@ _MAX_ERROR = 500
 
 
 class InstrumentSourceTrades(BerthError, code="INSTRUMENT_SOURCE_TRADES", status=409):
-    """The account's user trades: they have orders, a webhook, or an API key that may place orders.
-    Designate an account of a user who does nothing else than list instruments."""
+    """The account's user is disabled, or may trade: they have orders, a webhook, or an API key that
+    may place orders. Designate an account of a user who is enabled and only lists instruments."""
 
 
 class InstrumentSourceMissing(BerthError, code="INSTRUMENT_SOURCE_MISSING", status=404):
@@ -290,8 +290,8 @@ async def open_changes(session: AsyncSession, *, limit: int = 1000) -> Sequence[
 async def approve_change(
     session: AsyncSession, change_id: int, *, actor: str, reason: str
 ) -> InstrumentChange:
-    """Put a changed lot in force, for orders that are accepted from now on. Raises
-    `InstrumentChangeNotFound`."""
+    """Put a changed lot in force within 30 s (`CACHE_TTL_S` of `api/orders/instrument_cache.py`):
+    each API keeps the old lot for so long at most. Raises `InstrumentChangeNotFound`."""
     broker = await session.scalar(select(InstrumentChange.broker).filter_by(id=change_id)) or ""
     # A list that is put in force at the same time compares its lots with those in force.
     await wait_for_turn(session, _turn(broker))

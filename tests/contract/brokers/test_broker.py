@@ -1,4 +1,4 @@
-"""Berth's own brokers and the fake keep the contract that authors of other brokers run, too."""
+"""The built-in brokers and the fake keep the contract that authors of other brokers run, too."""
 
 from __future__ import annotations
 

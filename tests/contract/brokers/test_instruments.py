@@ -1,4 +1,4 @@
-"""Berth's own brokers keep the contract of brokers that list their instruments."""
+"""Berth's built-in brokers keep the contract of brokers that list their instruments."""
 
 from __future__ import annotations
 

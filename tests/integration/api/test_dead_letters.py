@@ -31,7 +31,7 @@ from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode, ServiceClient
 from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
-from activities.maintenance.failures import RUNS, FailureCollector
+from activities.maintenance.failures import RUNS_QUERY, FailureCollector
 from activities.maintenance.kept_jobs import KeptJobSweeper
 from infra.database import dead_letters
 from infra.valkey import client as valkey
@@ -213,7 +213,7 @@ async def test_a_run_that_is_deleted_meanwhile_keeps_no_other_from_the_list(
     for workflow_id in (other, gone):  # the newest is read first
         await fail(temporal, workflow_id, {})
         async with asyncio.timeout(20):
-            while workflow_id not in [run.id async for run in temporal.list_workflows(RUNS)]:  # noqa: ASYNC110
+            while workflow_id not in [run.id async for run in temporal.list_workflows(RUNS_QUERY)]:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
     config = temporal.config()
     if missing == "cause":

@@ -12,7 +12,7 @@ import pytest
 from api.http.errors import IntentExpired
 from api.orders.placer import ParentRequest
 from api.orders.schemas import OrderRequest
-from infra.database.orders import checks as closing
+from infra.database.orders import checks as order_checks
 from tests.support.api.orders import send_intent, start_worker_holding, submitted_orders
 from tests.support.api.scripted_answers import answer_submitted
 from tests.support.systems.api import ServedApi, StartWorker, an_order, running_api
@@ -116,8 +116,8 @@ async def test_after_its_deadline_no_order_is_written_however_long_its_turn_took
     leg = ParentRequest(fingerprint="a leg", origin="a test")
     async with services.database.session() as session:
         # Another process is at the position.
-        await closing.lock_symbol(session, api.user, "main", "MXFA6")
-        since = await closing.database_clock(session)
+        await order_checks.lock_symbol(session, api.user, "main", "MXFA6")
+        since = await order_checks.database_clock(session)
         opening = asyncio.create_task(
             services.closer.place_alone(
                 api.user, body, leg, since, 5, "test", not_after=time.monotonic() + 0.2
@@ -128,5 +128,7 @@ async def test_after_its_deadline_no_order_is_written_however_long_its_turn_took
     with pytest.raises(IntentExpired):
         await opening
     async with services.database.session() as session:
-        assert await closing.orders_by_client_ids(session, api.user, [body.client_order_id]) == {}
+        assert (
+            await order_checks.orders_by_client_ids(session, api.user, [body.client_order_id]) == {}
+        )
     assert worker.popped == []

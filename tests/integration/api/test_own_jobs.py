@@ -358,7 +358,7 @@ async def test_berths_own_types_take_the_new_form_too(shop: ServedApi) -> None:
         same = {"job": {"type": "ping", "text": "x", "job_id": "p-1"}, "priority": 6}
         assert (await admin.post("/jobs", json=same)).status_code == 202
         wrong = await admin.post("/jobs", json={"type": "ping", "options": {"group": "g"}})
-        assert wrong.json()["detail"] == "Jobs of Berth's own types take no option group."
+        assert wrong.json()["detail"] == "Jobs of Berth's built-in types take no option group."
         typo = await admin.post("/jobs", json={"type": "ping", "args": {"txt": "x"}})
         assert typo.status_code == 422
     key = await make_key(shop.settings, "operator", scopes=("jobs",))

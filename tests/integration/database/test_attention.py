@@ -15,7 +15,7 @@ from sqlalchemy import select, text
 from infra.database.engine import Database
 from infra.database.models import AuditEntry, Order, WorkerSession
 from infra.database.orders import acceptance, attention, recording
-from infra.database.orders import checks as blocking
+from infra.database.orders import checks as order_checks
 from infra.database.orders.attention import OrderSettled, Resolution, ResolutionInvalid
 from infra.database.orders.states import OrderNotFound
 from infra.database.trading.models import Reconciliation
@@ -214,9 +214,9 @@ async def test_a_blocking_order_is_not_searched_among_all_that_were_ever_submitt
         await session.execute(text(many))
         await session.execute(text("analyze orders"))
         plan = "\n".join(
-            await session.scalars(text(f"explain {blocking.FIRST_UNSETTLED.text}"), asked)
+            await session.scalars(text(f"explain {order_checks.FIRST_UNSETTLED.text}"), asked)
         )
-        assert str(await session.scalar(blocking.FIRST_UNSETTLED, asked)) == str(order_id)
+        assert str(await session.scalar(order_checks.FIRST_UNSETTLED, asked)) == str(order_id)
     assert "orders_unsettled" in plan, plan
     assert "orders_by_state" not in plan, plan
 
@@ -231,7 +231,7 @@ async def test_nor_are_all_events_read_for_it_while_the_tables_are_new(database:
     }
     async with database.session() as session:
         plan = "\n".join(
-            await session.scalars(text(f"explain {blocking.FIRST_UNSETTLED.text}"), asked)
+            await session.scalars(text(f"explain {order_checks.FIRST_UNSETTLED.text}"), asked)
         )
     assert "order_events_pkey" in plan, plan
     assert "Seq Scan on order_events" not in plan, plan

@@ -10,7 +10,7 @@ from sqlalchemy import text
 
 from infra.database.engine import Database
 from infra.database.orders import acceptance, recording
-from infra.database.orders import listing as open_orders
+from infra.database.orders import listing as order_list
 from infra.database.orders.acceptance import NewOrder
 from tests.support.orders.stored import make_new_order, make_order_event
 from worker_runtime.protocol.messages import OrderState, PriceType
@@ -40,7 +40,7 @@ async def test_orders_that_are_not_final_go_with_the_accounts_oldest_first(
         database, replace(make_new_order("c"), symbol="2317", trading_day=TODAY), OrderState.UNKNOWN
     )
     async with database.session() as session:
-        accounts, orders = await open_orders.open_orders_with_accounts(session, "42")
+        accounts, orders = await order_list.open_orders_with_accounts(session, "42")
         stored = await recording.get_order(session, orders[0].order_id)  # type: ignore[arg-type]
     assert [account.account_id for account in accounts] == ["main"]
     assert [order.order_id for order in orders] == [resting, unknown]
@@ -73,7 +73,7 @@ async def test_an_order_of_the_day_before_is_known_by_the_brokers_id_or_by_its_o
             text("update orders set broker_order_id = 'b1' where state = 'submitted'")
         )
     async with database.session() as session:
-        _, orders = await open_orders.open_orders_with_accounts(session, "42")
+        _, orders = await order_list.open_orders_with_accounts(session, "42")
     assert [(order.order_id, order.broker_order_id) for order in orders] == [
         (named, "b1"),
         *((order_id, None) for order_id in others),
@@ -88,7 +88,7 @@ async def test_an_order_says_whether_its_submission_was_begun(database: Database
         new = replace(make_new_order(f"b{number}"), symbol=f"S{number}", trading_day=TODAY)
         ids.append(await accept(database, new, state))
     async with database.session() as session:
-        _, orders = await open_orders.open_orders_with_accounts(session, "42")
+        _, orders = await order_list.open_orders_with_accounts(session, "42")
     assert [(order.order_id, order.begun) for order in orders] == list(
         zip(ids, [False, False, True, True, True], strict=True)
     )
@@ -96,5 +96,5 @@ async def test_an_order_says_whether_its_submission_was_begun(database: Database
 
 async def test_a_user_without_accounts_or_orders_has_none(database: Database) -> None:
     async with database.session() as session:
-        assert await open_orders.open_orders_with_accounts(session, "nobody") == ([], [])
-        assert (await open_orders.open_orders_with_accounts(session, "42"))[1] == []
+        assert await order_list.open_orders_with_accounts(session, "nobody") == ([], [])
+        assert (await order_list.open_orders_with_accounts(session, "42"))[1] == []

@@ -15,7 +15,7 @@ from msgspec import structs
 from infra.database.engine import Database
 from infra.database.models import Order
 from infra.database.orders import acceptance, recording
-from infra.database.orders import changes as order_requests
+from infra.database.orders import changes as order_changes
 from infra.database.orders.changes import OrderChange
 from tests.support.orders.stored import make_new_order, make_order_event
 from worker_runtime.protocol.messages import OrderState
@@ -51,7 +51,7 @@ async def ask(
     async with database.session() as session:
         order = await recording.get_order(session, order_id)
         assert (
-            await order_requests.note_change(session, order, request_id, change, actor="test")
+            await order_changes.note_change(session, order, request_id, change, actor="test")
             is None
         )
 
@@ -171,14 +171,14 @@ async def test_an_event_and_the_answer_may_tell_of_a_change_at_once(database: Da
 
     async def answered() -> None:
         async with database.session() as session:
-            await order_requests.apply_change(session, order_id, made, f"{order_id}:replace:r")
+            await order_changes.apply_change(session, order_id, made, f"{order_id}:replace:r")
 
     async with database.session() as session:
         await recording.record_events(session, [structs.replace(told, quantity=None, price=None)])
         answer = asyncio.create_task(answered())
         await asyncio.sleep(0.3)
         assert not answer.done()  # it waits for the order
-        await order_requests.confirm_changes(session, order_id, 2, Decimal(101))
+        await order_changes.confirm_changes(session, order_id, 2, Decimal(101))
     await answer
     async with database.session() as session:
         order = await recording.get_order(session, order_id)

@@ -14,7 +14,7 @@ from api.keys.schemas import ApiKeyRequest, AuditQuery
 from api.orders.schemas import MAX_QUANTITY, OrderRequest
 from api.users.schemas import CredentialsRequest, UserRequest, check_lengths
 from api.workers.schemas import ReasonBody
-from worker_runtime.protocol.installed_brokers import own_brokers
+from worker_runtime.protocol.installed_brokers import built_in_brokers
 
 ORDER = EXAMPLES["OrderRequest"][0]
 
@@ -121,7 +121,7 @@ def test_credentials_out_of_limits_are_refused(changes: dict[str, Any]) -> None:
 
 
 def test_a_field_of_credentials_is_no_longer_than_the_brokers_record_says() -> None:
-    record = own_brokers()["paper"].record
+    record = built_in_brokers()["paper"].record
     body = CredentialsRequest.model_validate(credentials(api_key="canary" + "x" * 59))
     check_lengths(record, body)
     short = msgspec.structs.replace(record.credentials["api_key"], max_length=64)

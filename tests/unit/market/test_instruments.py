@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from infra.market.instruments import InstrumentsUnreadable, load_instruments
-from worker_runtime.protocol.installed_brokers import own_brokers
+from worker_runtime.protocol.installed_brokers import built_in_brokers
 from worker_runtime.protocol.instruments import Instrument, InstrumentKind, PriceStep
 
-MARKETS = own_brokers()["paper"].record.markets
+MARKETS = built_in_brokers()["paper"].record.markets
 
 
 @pytest.mark.parametrize(

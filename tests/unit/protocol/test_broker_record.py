@@ -14,8 +14,8 @@ from worker_runtime.protocol.broker_record import BrokerRecordRefused, MarketRul
 from worker_runtime.protocol.errors import BerthError, OrderTermsRule, PriceTypeRule
 
 BROKERS = Path(worker_runtime.__path__[0]) / "brokers"
-STOCK = installed_brokers.own_brokers()["paper"].record.markets["stock"]
-FUTURES = installed_brokers.own_brokers()["paper"].record.markets["futures"]
+STOCK = installed_brokers.built_in_brokers()["paper"].record.markets["stock"]
+FUTURES = installed_brokers.built_in_brokers()["paper"].record.markets["futures"]
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_the_brokers_that_come_with_berth_have_records() -> None:
-    assert {"paper", "shioaji"} <= set(installed_brokers.own_brokers())
+    assert {"paper", "shioaji"} <= set(installed_brokers.built_in_brokers())
     assert {"paper=2", "shioaji=2"} <= set(installed_brokers.announced_brokers().split())
 
 

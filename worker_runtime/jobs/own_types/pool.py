@@ -429,7 +429,7 @@ class ForkServerPool(ChildPool):
             with contextlib.suppress(OSError):
                 child.link.shutdown(socket.SHUT_WR)  # it ends by itself
 
-    def memory_excess(self, run: JobRun) -> bool:
+    def exceeds_memory(self, run: JobRun) -> bool:
         child = run.child
         if not isinstance(child, ServedChild) or not child.process_id or self._server is None:
             return False

@@ -135,7 +135,7 @@ async def test_while_memory_is_short_a_claim_is_refused_and_leaves_no_assignment
     used = (await harness.client.info("memory"))["used_memory"]
     await harness.client.config_set("maxmemory", int(used / 0.9))
     try:
-        with pytest.raises(ApplicationError, match="Memory is short") as refused:
+        with pytest.raises(ApplicationError, match="Valkey's memory is short") as refused:
             await harness.run(harness.claiming.claim_worker, harness.claim(user))
     finally:
         await harness.client.config_set("maxmemory", before)

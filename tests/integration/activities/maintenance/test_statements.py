@@ -17,7 +17,7 @@ from temporalio.worker import Worker
 
 from activities.reports.daily import DailyActivities, last_ended
 from infra.database import users
-from infra.database import users as statement_addresses
+from infra.database import users as user_table
 from infra.database.engine import Database
 from infra.database.models import StatementAddress
 from infra.jobs.client import JobClient
@@ -58,7 +58,7 @@ async def with_addresses(database: Database, **addresses: StatementAddress) -> N
     async with database.session() as session:
         for user_id, address in addresses.items():
             await users.create_user(session, user_id)
-            await statement_addresses.put_addresses(session, user_id, address, actor="key:1")
+            await user_table.put_addresses(session, user_id, address, actor="key:1")
 
 
 async def trade(database: Database, user_id: str, *times: datetime, symbol: str = "2330") -> None:

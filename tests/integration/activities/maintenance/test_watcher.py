@@ -228,8 +228,8 @@ async def test_one_process_leads_and_another_follows_when_its_connection_breaks(
 #: message of its own, and until the next one PostgreSQL does not count the session as idle.
 _STUCK = """
 import asyncio, os, signal, sys
-from infra.database import locks as leader
-leader.MAX_SILENCE_S = 1
+from infra.database import locks
+locks.MAX_SILENCE_S = 1
 stopped = []
 async def work(connection):
     await connection.exec_driver_sql("select 1")
@@ -243,8 +243,8 @@ async def work(connection):
         await asyncio.sleep(0.1)
 while True:
     try:
-        asyncio.run(leader.lead(sys.argv[1], 4712, work))
-    except leader.DatabaseUnavailable:
+        asyncio.run(locks.lead(sys.argv[1], 4712, work))
+    except locks.DatabaseUnavailable:
         if stopped:  # else it stood still by itself for a second before it was at work
             raise
 """

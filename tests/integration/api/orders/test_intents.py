@@ -11,7 +11,7 @@ import httpx
 import pytest
 from sqlalchemy import func
 
-from infra.database.orders import checks as closing
+from infra.database.orders import checks as order_checks
 from tests.support.api.orders import (
     close_position,
     send_intent,
@@ -104,7 +104,7 @@ async def test_a_user_whose_closes_wait_holds_up_nobody_else(
         await start_worker_holding(other, start_worker, 2)
         async with api.services.database.session() as session:
             for symbol in symbols:  # another process works on all of their positions
-                await closing.lock_symbol(session, api.user, "main", symbol)
+                await order_checks.lock_symbol(session, api.user, "main", symbol)
             path = f"/users/{api.user}/accounts/main/positions"
             waiting = [
                 asyncio.create_task(

@@ -16,7 +16,7 @@ from infra.database.trading.models import InstrumentLoad, InstrumentRow
 from infra.market.calendar import zone_of_market
 from tests.support.api.accounts import put_account, set_account_limits
 from tests.support.systems.api import ServedApi, StartWorker, an_order, running_api
-from worker_runtime.protocol.installed_brokers import own_brokers
+from worker_runtime.protocol.installed_brokers import built_in_brokers
 from worker_runtime.protocol.instruments import Instrument, InstrumentKind, PriceStep
 
 STOCK = Instrument(
@@ -40,7 +40,9 @@ FUTURE = Instrument(
 
 def today() -> date:
     """The day of the stock market."""
-    return datetime.now(zone_of_market(own_brokers()["paper"].record.markets["stock"].zone)).date()
+    return datetime.now(
+        zone_of_market(built_in_brokers()["paper"].record.markets["stock"].zone)
+    ).date()
 
 
 async def load(api: ServedApi, *listed: Instrument, day: date | None = None) -> None:

@@ -16,7 +16,7 @@ from api.orders.schemas import OrderView
 from api.positions.closer import PositionClose
 from api.positions.parts import MAX_LOTS, part_ids, split_close, whole_of
 from api.positions.schemas import ClosePositionRequest
-from infra.database.orders import checks as closing
+from infra.database.orders import checks as order_checks
 from tests.support.api.accounts import switch_body
 from tests.support.api.orders import (
     close_position,
@@ -34,7 +34,7 @@ WHOLE = [("sell", 499, True), ("sell", 499, True), ("sell", 202, True)]
 
 async def ids_written(api: ServedApi, name: str = "x-1") -> list[str]:
     async with api.services.database.session() as session:
-        orders = await closing.orders_by_client_ids(session, api.user, part_ids(name))
+        orders = await order_checks.orders_by_client_ids(session, api.user, part_ids(name))
     return sorted(orders)
 
 

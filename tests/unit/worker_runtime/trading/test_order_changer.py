@@ -18,7 +18,7 @@ from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import Lease
 from worker_runtime.protocol.broker_record import QuantityChange
 from worker_runtime.protocol.errors import OrderTermsRule
-from worker_runtime.protocol.installed_brokers import own_brokers
+from worker_runtime.protocol.installed_brokers import built_in_brokers
 from worker_runtime.protocol.messages import OrderState, PlaceOrder, PriceType, Side, TimeInForce
 from worker_runtime.protocol.requests import CancelOrder, ReplaceOrder
 from worker_runtime.trading.account_session import OpenedAccount
@@ -116,7 +116,7 @@ def test_a_change_costs_what_the_broker_counts_for_it(
 
 
 def test_a_broker_that_does_not_change_quantities_is_not_asked_to() -> None:
-    record = own_brokers()["paper"].record
+    record = built_in_brokers()["paper"].record
     check_quantity_change(record)
     unable = msgspec.structs.replace(record, quantity_change=QuantityChange.UNSUPPORTED)
     with pytest.raises(OrderTermsRule, match="Paper exchange does not change quantities"):

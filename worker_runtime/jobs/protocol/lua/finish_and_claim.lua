@@ -35,8 +35,12 @@
 -- receiver. Those beyond are parked, out of the way of others, until it has room for one of that receiver.
 --
 -- A runner may prefetch: claim plain jobs beyond its free slots, but none behind a job that is not plain.
--- A job is plain if its type is brief and has no limit or rate, and if it may run twice, has no group, no unique
--- key and no receiver, and has seen no crash. So nobody waits for its end, and a job that kills its runners takes no others with it.
+-- A job is plain if all of this is true:
+--   its type is brief, and has no limit and no rate;
+--   it may run twice;
+--   it has no group, no unique key and no receiver;
+--   it has seen no crash.
+-- So nobody waits for its end, and a job that kills its runners takes no others with it.
 --
 -- The ends may be repeated, also by a claim that arrives late. Returns what became of each end: 'done', 'failed',
 -- 'cancelled', 'retry', or 'gone' if the caller no longer holds it (another runner took it over, or it has ended
@@ -85,7 +89,7 @@ local HALT, HALT_RUNNER, HALT_QUEUE, WEIGHT, LIMIT, NODE_LIMIT, RATE = 1, 2, 3, 
 -- Jobs that one claim may put off for their rate or receiver: more would hold up the server.
 local MAX_PUT_OFF = 200
 -- Queues and types that one claim of a user's runner looks at: the user's worker may have made up ten thousand of them,
--- and nobody else is served meanwhile. It takes 10 ms.
+-- and nobody else is served meanwhile. 20,000 looks take 10 ms.
 local MAX_LOOKS = 20000
 -- Receivers with parked jobs that one claim looks at.
 local MAX_RECEIVERS = 50
@@ -222,8 +226,8 @@ local function claim()
     return true
   end
 
-  -- Brings up a queue that was suspended, at a limit or served alone: it lags behind no other by more than that
-  -- one's last turn, so it neither saves up turns nor has others pay for theirs. Mostly one comparison.
+  -- Brings up a queue that was suspended, at a limit or served alone: it is moved up to one turn behind the last
+  -- queue, so it neither saves up turns nor has others pay for theirs. Mostly one comparison.
   local function catch_up(queue, pass, ready)
     if tonumber(ready[#ready]) - pass <= 1 then return end
     local behind = pass
