@@ -36,6 +36,8 @@ RUN /opt/berth/bin/pip install --no-deps --no-build-isolation . ./infra/berth_jo
        | xargs rm -r \
     # Temporal's Rust sources: 12 MB.
     && rm -r ../../temporalio/bridge/sdk-core \
+    # What only type checkers and compilers read: 3 MB.
+    && find /opt/berth/lib -type f \( -name "*.pyi" -o -name "*.pyx" -o -name "*.pxd" -o -name "*.pxi" \) -delete \
     && /opt/berth/bin/python -m compileall -q /opt/berth
 
 FROM ${BASE_IMAGE}
