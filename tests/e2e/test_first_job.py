@@ -94,7 +94,6 @@ def test_the_tutorial_of_own_jobs_can_be_pasted_as_it_is(
         "shop/jobs.count_primes",
         "primes: 78498",
         "page: True",
-        "parcels: {'shipped': 2, 'of': 3}",
         "shipped: order-1: 3 parcels",
         "many: 100",
         "failed: job charge-order-1: JOB_FAILED: CardDeclined: no money for order-1",
@@ -105,5 +104,7 @@ def test_the_tutorial_of_own_jobs_can_be_pasted_as_it_is(
         "2 passed",
     ):
         assert expected in shown, (expected, shown)
+    # Which steps are seen depends on how fast the machine is.
+    assert re.search(r"parcels: \{'shipped': [123], 'of': 3\}", shown), shown
     assert re.search(r"^25$", shown, re.M), shown
     assert handled
