@@ -64,10 +64,11 @@ class PreTradeChecks:
         refuse_mixed_terms(order, market)
         lot = await self._check_symbol(order, plugin, market)
         self._check_market_open(order, usage, plugin, market)
+        if not order.reduce_only:  # a user's limits are for orders that can increase a position
+            self._check_quantity(order, usage)
         refuse_quantity(order, market)
-        if order.reduce_only:  # a user's limits are for orders that can increase a position
+        if order.reduce_only:
             return NO_BOUNDS
-        self._check_quantity(order, usage)
         max_price = self._check_notional(order, usage, lot, market.currency)
         if is_new:
             await self._check_daily_orders(order, usage)
