@@ -6,10 +6,12 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from redis.exceptions import AuthenticationError, ConnectionError
 
+from activities.claims.handshake import AssignmentSealer
 from activities.events.cut_off import Offender
 from activities.events.quota_watcher import MAX_NAMES
 from infra.database.workers import sessions as worker_sessions
@@ -25,7 +27,8 @@ from tests.support.workers.pool_worker import POOL
 from tests.support.workflows.fakes import until
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.protocol import keys
-from workflows.user_worker.messages import CheckWorker, ReloadRequest, WorkerRef
+from worker_runtime.protocol.messages import SealedAccount
+from workflows.user_worker.messages import CheckWorker, ClaimStatus, ReloadRequest, WorkerRef
 
 
 @pytest.fixture
@@ -101,6 +104,49 @@ async def test_a_reload_lets_no_worker_log_in_again_that_was_cut_off(fleet: Watc
     assert not result.ok
     assert worker.worker_id.encode() not in await fleet.client.acl_users()
     assert not await reply_of(fleet.client.llen(keys.control(user))), "credentials were sent"
+
+
+async def test_a_worker_that_is_cut_off_while_logins_are_made_again_keeps_none(
+    fleet: WatchedFleet,
+) -> None:
+    """Whose worker has which user was read before the cut-off, and Valkey has no word of it yet."""
+    _, healthy = await fleet.connected()
+    _, worker = await fleet.connected()
+    async with fleet.harness.database.engine.connect() as connection:
+        assigned = await worker_sessions.assigned_now(connection)
+    await cut_off(fleet, worker.worker_id)
+    await fleet.client.delete(keys.cut_off(worker.worker_id))
+    await fleet.users.restore([], assigned)
+    users = {text_of(name) for name in await fleet.client.acl_users()}
+    assert worker.worker_id not in users
+    assert healthy.worker_id in users
+
+
+class InterruptedSealer(AssignmentSealer):
+    """Seals slowly, as with a key service far away: its worker is cut off meanwhile."""
+
+    fleet: WatchedFleet
+
+    async def seal(self, *args: Any, **named: Any) -> tuple[list[SealedAccount], bytes]:
+        worker: WorkerRef = args[3]
+        await cut_off(self.fleet, worker.worker_id)
+        return await super().seal(*args, **named)
+
+
+async def test_a_worker_that_is_cut_off_while_it_is_claimed_gets_neither_login_nor_claim(
+    fleet: WatchedFleet,
+) -> None:
+    user, spare = await fleet.harness.user(), await fleet.harness.worker()
+    await fleet.users.create(spare.worker_id, POOL)
+    sealer = fleet.harness.claiming.sealer
+    interrupted = InterruptedSealer(sealer.unwrapper, sealer.keys, sealer.secrets, sealer.budgets)
+    interrupted.fleet = fleet
+    claiming = replace(fleet.harness.claiming, sealer=interrupted)
+    claim = fleet.harness.claim(user, f"claim-{user}", reply_wait=1.0)
+    result = await fleet.harness.run(claiming.claim_worker, claim)
+    assert result.status == ClaimStatus.GONE
+    assert spare.worker_id.encode() not in await fleet.client.acl_users()
+    assert not await fleet.client.exists(keys.pool_inbox(POOL, spare.worker_id))
 
 
 async def test_a_worker_without_a_user_comes_back_by_that_and_is_cut_off_again(

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -61,6 +66,24 @@ def test_tcp_and_unix_accept(short_directory: Path) -> None:
         assert health.main(["tcp", f"127.0.0.1:{tcp.getsockname()[1]}"]) == 0
         assert health.main(["unix", str(path)]) == 0
     assert health.main(["unix", str(path)]) == 1
+
+
+def test_a_check_that_takes_too_long_ends_itself() -> None:
+    """The server sends a byte now and then, so that no wait for it is too long."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/"
+        check = subprocess.Popen([sys.executable, "-m", "infra.compose.health", "http", url])
+        try:
+            link, _ = server.accept()
+            with link, contextlib.suppress(OSError):
+                deadline = time.monotonic() + health.MAX_LIFE_S + 10
+                while check.poll() is None and time.monotonic() < deadline:
+                    link.sendall(b"H")
+                    time.sleep(health.TIMEOUT / 4)
+            assert check.wait(5) == -signal.SIGALRM
+        finally:
+            check.kill()
+            check.wait()
 
 
 @workflow.defn(name="Nothing")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
@@ -12,12 +13,14 @@ import httpx
 import pytest
 
 from infra.database.orders import recording
+from infra.database.orders.checks import CheckedTerms
 from infra.database.trading import limits as trading_limits
 from infra.settings import Settings
 from tests.support.api.accounts import put_account, set_account_limits, switch_body
 from tests.support.systems.api import ServedApi, StartWorker, an_order, on_one_day, running_api
 from tests.support.workers.api_worker import failed, filled
 from worker_runtime.protocol import keys
+from worker_runtime.protocol.errors import OrderTermsRule
 from worker_runtime.protocol.messages import Failure, OrderOutcome, OrderState
 
 
@@ -38,6 +41,27 @@ async def test_the_settings_limit_holds_without_one_of_the_accounts_own(
 ) -> None:
     assert await place(1, quantity=499, price="100") == (201, "filled")
     assert await place(2, quantity=500) == (422, "QUANTITY_LIMIT")
+
+
+async def test_an_order_that_only_reduces_has_the_markets_maximum_and_not_the_users(
+    api: ServedApi, user: httpx.AsyncClient
+) -> None:
+    await set_account_limits(api, max_quantity=2)
+    terms = CheckedTerms(
+        user_id=api.user,
+        account_id="main",
+        symbol="2330",
+        quantity=499,
+        price_type="MKT",
+        price=None,
+        time_in_force="IOC",
+        trading_day=datetime.now(UTC).date(),
+        reduce_only=True,
+    )
+    checks = api.services.placer.checks
+    await checks.check(terms)
+    with pytest.raises(OrderTermsRule, match="1 to 499"):
+        await checks.check(replace(terms, quantity=500))
 
 
 async def test_an_account_has_limits_of_its_own(api: ServedApi, place: Any) -> None:
