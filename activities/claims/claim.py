@@ -20,6 +20,7 @@ from activities.claims.handshake import (
     MAX_BLOCKING_WAIT_S,
     AssignmentSealer,
     ClaimReplies,
+    admit_worker,
     push_signed,
 )
 from activities.pool import entries
@@ -362,7 +363,7 @@ class ClaimActivities:
     ) -> Claim | None:
         """Seals the user's accounts, and lets the worker reach the keys that it needs for them.
 
-        Returns None if the worker was cut off meanwhile: then it has lost its login again.
+        Returns None if the worker was cut off meanwhile.
         """
         worker, planner = claimed.worker, self.sealer.budgets
         plan = await planner.plan(request.user_id, worker.epoch)
@@ -375,13 +376,7 @@ class ClaimActivities:
             plan,
         )
         permitted = await planner.record(plan)
-        if self.users:
-            await self.users.admit(worker.worker_id, request.pool, request.user_id, permitted)
-        # Read after the login is made: a worker that is cut off is fenced first, and then loses its
-        # login once more.
-        if await self.database.fetch(worker_sessions.is_fenced, request.claim_id):
-            if self.users:
-                await self.users.delete(worker.worker_id)
+        if not await admit_worker(self.users, self.database, worker, request.user_id, permitted):
             return None
         return Claim(
             claim_id=request.claim_id,

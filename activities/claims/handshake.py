@@ -8,7 +8,7 @@ nothing when it is not.
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -18,9 +18,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from redis.asyncio import Redis
 
 from activities.claims.budgets import AssignmentBudgets, BudgetPlanner, share_permille
+from infra.database.engine import Database
 from infra.database.models import StoredCredentials
+from infra.database.workers import sessions as worker_sessions
 from infra.process_metrics import REFUSED
 from infra.valkey import client as valkey
+from infra.valkey.worker_users import WorkerUsers
 from infra.vault import vault
 from infra.vault.key_pairs import KeyUnwrapper, OrchestratorKeys
 from infra.vault.message_secret import MessageSecrets
@@ -37,6 +40,29 @@ MAX_BLOCKING_WAIT_S = 1.0
 REPLIES_PER_READ = 100
 
 log = structlog.get_logger()
+
+
+async def admit_worker(
+    users: WorkerUsers | None,
+    database: Database,
+    worker: WorkerRef,
+    user_id: str,
+    budgets: Collection[str] | None,
+) -> bool:
+    """Opens the keys of its user to a worker. Returns False if the worker was cut off meanwhile;
+    then it has no login.
+
+    The fence is read after the login is made: a cut-off fences first, and then deletes the login
+    once more. `users`: None where workers have no Valkey users. `budgets`: as for
+    `WorkerUsers.admit`.
+    """
+    if users:
+        await users.admit(worker.worker_id, worker.pool, user_id, budgets)
+    if not await database.fetch(worker_sessions.is_fenced, worker.claim_id):
+        return True
+    if users:
+        await users.delete(worker.worker_id)
+    return False
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -12,6 +12,7 @@ from activities.claims.handshake import (
     MAX_BLOCKING_WAIT_S,
     AssignmentSealer,
     ClaimReplies,
+    admit_worker,
     send_control,
 )
 from activities.pool import entries
@@ -100,13 +101,7 @@ class ReloadActivity:
                 user, stored, public_key, worker, request.reload_id, plan
             )
             permitted = await planner.record(plan, reload=True)
-            if self.users:
-                await self.users.admit(worker.worker_id, worker.pool, user, permitted)
-            # Read after the login is made: a worker that is cut off is fenced first, and then loses
-            # its login once more.
-            if await self.database.fetch(worker_sessions.is_fenced, worker.claim_id):
-                if self.users:
-                    await self.users.delete(worker.worker_id)
+            if not await admit_worker(self.users, self.database, worker, user, permitted):
                 return "the worker is fenced"
             message = ReloadCredentials(
                 reload_id=request.reload_id,

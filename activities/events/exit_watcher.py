@@ -53,7 +53,7 @@ log = structlog.get_logger()
 
 
 def is_planned(ended: TaskExit) -> bool:
-    """Returns True if the worker's end is no crash, by the reason or by its exit code."""
+    """Returns True if the reason or the exit code says that the worker's end was no crash."""
     return ended.reason in NO_CRASH or ended.exit_code in _NO_CRASH_CODES
 
 

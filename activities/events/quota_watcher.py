@@ -278,7 +278,8 @@ class UserActivity:
         return ""
 
     def flood(self, span: float) -> str:
-        """Returns how much a fleet sends; '' if it is little enough. One burst is no flood."""
+        """Returns how much a fleet sends; '' if it may send that much. One burst is allowed: the
+        caller acts on the second read in a row."""
         if self.sent > MAX_FLEET_RATE * span:
             return f"sends {self.sent / span / 1e6:.0f} MB a second"
         return ""

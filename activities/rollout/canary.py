@@ -96,7 +96,7 @@ def _fields_of(canary: CanaryRelease) -> dict[Any, Any]:
 
 
 def _read(entry: dict[bytes, bytes]) -> CanaryRelease | None:
-    """Returns None if there is no canary: also for a hash that has a count and nothing else."""
+    """Returns None if there is no canary. A hash that holds only a count is none."""
     fields = {text_of(name): text_of(value) for name, value in entry.items()}
     if not fields.get("version"):
         return None

@@ -41,7 +41,7 @@ class DeadLetterView(View):
 
 
 class DeadLetterPage(View):
-    """Letters, the one that came last first."""
+    """Letters, the newest first."""
 
     letters: list[DeadLetterView]
     next_cursor: NextCursor

@@ -93,7 +93,7 @@ class RotationRequest(Body):
 _SCOPES = Field(
     description="What it may do; null: all that its role may do (a key from before scopes)."
 )
-_SOURCES = Field(description="Addresses or networks that may use it; empty: all.")
+_SOURCES = Field(description="Addresses or networks that may use the key; empty: all.")
 
 
 class ApiKeyView(View):

@@ -197,11 +197,11 @@ class PositionCloser:
         """Raises `PositionBusy` while an order works in a symbol, or if one was filled since
         `since`."""
         async with self._database.session(autocommit=True) as session:
-            beside = await order_checks.conflicting_order(
+            conflict = await order_checks.conflicting_order(
                 session, user_id, account_id, symbol, "", since, but
             )
-        if beside is not None:
-            raise _position_busy(beside)
+        if conflict is not None:
+            raise _position_busy(conflict)
 
     async def close_position(
         self, close: PositionClose, wait: float, *, not_after: float = math.inf
@@ -230,11 +230,11 @@ class PositionCloser:
         if not positions:
             async with self._database.session() as session:
                 where = (close.user_id, close.account_id, close.symbol)
-                beside = await order_checks.conflicting_order(
+                conflict = await order_checks.conflicting_order(
                     session, *where, "", since, [close.opens or ""]
                 )
-            if beside is not None:  # it may have made such a position, or make it yet
-                raise _position_busy(beside)
+            if conflict is not None:  # it may have made such a position, or make it yet
+                raise _position_busy(conflict)
             raise NoPosition
         if len(positions) > 1:
             kinds = ", ".join(sorted(position.condition for position in positions))
@@ -333,9 +333,11 @@ class PositionCloser:
             )
             if not known:  # else an equal request was quicker
                 if since is not None:
-                    beside = await order_checks.conflicting_order(session, *where, side, since, but)
-                    if beside is not None:
-                        raise _position_busy(beside)
+                    conflict = await order_checks.conflicting_order(
+                        session, *where, side, since, but
+                    )
+                    if conflict is not None:
+                        raise _position_busy(conflict)
                 if time.monotonic() >= not_after:
                     raise IntentExpired("its deadline had passed before the order could be written")
                 for body, parent in orders:
@@ -386,5 +388,5 @@ class PositionCloser:
             yield
 
 
-def _position_busy(beside: Row) -> PositionBusy:
-    return PositionBusy(f"order {beside.id} works on this position, or has just changed it")
+def _position_busy(conflict: Row) -> PositionBusy:
+    return PositionBusy(f"order {conflict.id} works on this position, or has just changed it")

@@ -29,9 +29,9 @@ BATCH = 500
 class RqRatePeer:
     """RQ's `Worker`, which forks for each job.
 
-    "To configure retries, use RQ's Retry object" (python-rq.org/docs/exceptions). Without it, the
-    job of a killed worker ends in the registry of failed jobs and is not run again. A worker takes
-    one job at a time by a blocking pop, so there is no prefetch and no poll interval.
+    Retries need a `Retry` with each job (python-rq.org/docs/exceptions). Without it, the job of a
+    killed worker ends in the registry of failed jobs and is not run again. A worker takes one job
+    at a time by a blocking pop, so there is no prefetch and no poll interval.
     """
 
     package = "rq"
@@ -108,11 +108,10 @@ class HueyRatePeer:
 class DramatiqRatePeer:
     """Threads of one process.
 
-    It acknowledges late: "Messages are only ever acknowledged to (removed from) the broker after
-    they have been successfully processed" (dramatiq.io/advanced.html, "Message Persistence"). Eight
-    threads are the default of its command line, and two messages for each are the default of
-    `dramatiq_queue_prefetch`. A worker polls, more and more rarely while its queue is empty; no
-    option changes that.
+    It acknowledges late: the broker has a message until it was processed
+    (dramatiq.io/advanced.html, "Message Persistence"). Eight threads are the default of its command
+    line, and two messages for each are the default of `dramatiq_queue_prefetch`. A worker polls,
+    more and more rarely while its queue is empty; no option changes that.
     """
 
     package = "dramatiq"
@@ -150,9 +149,9 @@ async def perform_async(_context: Any, busy: float = 0.0, stamp: str = "") -> No
 class ArqRatePeer:
     """Coroutines of one process.
 
-    It acknowledges late, "pessimistic execution": "jobs aren't removed from the queue until they've
-    either succeeded or failed" (arq-docs.helpmanual.io, "Retrying jobs and cancellation"). Ten jobs
-    at once are the default of `max_jobs`, and a worker reads a hundred ids in advance.
+    It acknowledges late: a job stays in the queue until it has succeeded or failed
+    (arq-docs.helpmanual.io, "Usage"). Ten jobs at once are the default of `max_jobs`, and a worker
+    reads a hundred ids in advance (`queue_read_limit`).
     """
 
     package = "arq"

@@ -12,6 +12,7 @@ import pytest
 from tests.support.brokers.fake import FakeBroker
 from tests.support.brokers.market_connections import MarketConnections
 from tests.support.brokers.rate_limiters import UnlimitedRateLimiter
+from tests.support.orders import limit_order
 from worker_runtime.brokers.port import Broker, ConnectionKey, OnOrderChanged
 from worker_runtime.process.clock import SECOND
 from worker_runtime.process.log import Log
@@ -19,7 +20,7 @@ from worker_runtime.process.shared_state import Lease
 from worker_runtime.protocol.broker_record import QuantityChange
 from worker_runtime.protocol.errors import OrderTermsRule
 from worker_runtime.protocol.installed_brokers import built_in_brokers
-from worker_runtime.protocol.messages import OrderState, PlaceOrder, PriceType, Side, TimeInForce
+from worker_runtime.protocol.messages import OrderState, PlaceOrder
 from worker_runtime.protocol.requests import CancelOrder, ReplaceOrder
 from worker_runtime.trading.account_session import OpenedAccount
 from worker_runtime.trading.broker_calls import BrokerCalls
@@ -53,20 +54,8 @@ class RecordingRateLimiter(UnlimitedRateLimiter):
 
 
 def resting() -> PlaceOrder:
-    return PlaceOrder(
-        request_id="o",
-        order_id="o",
-        user_id="u",
-        account_id="a1",
-        symbol="MXFA6",
-        side=Side.BUY,
-        quantity=2,
-        price_type=PriceType.LIMIT,
-        price=Decimal("0.01"),
-        time_in_force=TimeInForce.ROD,
-        tag="tag",
-        reply_to="",
-        generation="g",
+    return msgspec.structs.replace(
+        limit_order.ORDER, symbol="MXFA6", quantity=2, price=Decimal("0.01")
     )
 
 

@@ -8,6 +8,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.orders import limit_order
 from worker_runtime.brokers.port import ConnectionKey
 from worker_runtime.process.log import Log
 from worker_runtime.protocol.broker_reports import BrokerOrder, OrderChanged
@@ -17,29 +18,12 @@ from worker_runtime.protocol.messages import (
     OrderEvent,
     OrderOutcome,
     OrderState,
-    PlaceOrder,
-    PriceType,
     Side,
-    TimeInForce,
 )
 from worker_runtime.trading.order_tracker import OrderTracker, average_fill_price
 
 KEY = ConnectionKey("paper", "stock", True, "a1")
-ORDER = PlaceOrder(
-    request_id="r1",
-    order_id="o1",
-    user_id="u1",
-    account_id="a1",
-    symbol="2330",
-    side=Side.BUY,
-    quantity=3,
-    price_type=PriceType.LIMIT,
-    price=Decimal("10"),
-    time_in_force=TimeInForce.ROD,
-    tag="t1",
-    reply_to="",
-    generation="g1",
-)
+ORDER = msgspec.structs.replace(limit_order.ORDER, quantity=3, price=Decimal(10))
 FILLS = [Fill(fill_id=f"f{n}", quantity=1, price=Decimal(10 + n), at_ms=n) for n in range(3)]
 
 
