@@ -271,6 +271,20 @@ def pytest_exception_interact() -> None:
     faulthandler.dump_traceback_later(CLEAN_UP, exit=True, file=sys.__stderr__ or sys.stderr)
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Adds each failure to the file that BERTH_FAILED_TESTS names, a line each.
+
+    `.ci/run` prints these lines last. They are written at once: a run whose processes die has no
+    summary.
+    """
+    path = os.environ.get("BERTH_FAILED_TESTS")
+    if path and report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        crash = getattr(report.longrepr, "reprcrash", None)
+        reason = crash.message if crash is not None else report.longreprtext
+        with Path(path).open("a", encoding="utf-8") as failures:
+            failures.write(f"{report.nodeid} ({report.when}): {' '.join(reason.split())[:300]}\n")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips a test whose needs are not met here, before any of its fixtures starts a server."""
