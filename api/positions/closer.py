@@ -32,9 +32,11 @@ from infra.database.models import Order as Row
 from infra.database.orders import checks as order_checks
 from infra.database.trading.reconciliations import FILL_MARGIN
 from infra.worker_calls.client import NoAnswer
+from worker_runtime.protocol.broker_record import MarketRule
 from worker_runtime.protocol.broker_reports import Position
 from worker_runtime.protocol.contract_codes import may_be_same_contract
 from worker_runtime.protocol.errors import BerthError, MalformedMessage, WorkerLost
+from worker_runtime.protocol.installed_brokers import market_of
 from worker_runtime.protocol.messages import Side
 from worker_runtime.protocol.order_terms import OpenClose
 from worker_runtime.protocol.requests import AccountReport, QueryAccount, decode_report
@@ -341,7 +343,9 @@ class PositionCloser:
                 if time.monotonic() >= not_after:
                     raise IntentExpired("its deadline had passed before the order could be written")
                 for body, parent in orders:
-                    parts = split_close(body) if parent.reduce_only else [body]
+                    parts = [body]
+                    if parent.reduce_only:
+                        parts = split_close(body, await _find_market(session, user_id, body))
                     written.append(
                         [await write(part, actor, parent=parent, session=session) for part in parts]
                     )
@@ -386,6 +390,13 @@ class PositionCloser:
         lock = self._turns.setdefault(user_id, asyncio.Lock())
         async with lock, self._writing:
             yield
+
+
+async def _find_market(session: AsyncSession, user_id: str, order: OrderRequest) -> MarketRule:
+    """Returns the market of an order's account. Raises `AccountNotFound`, `BrokerNotInstalled`."""
+    account = await accounts.require_account(session, user_id, order.account_id)
+    _, market = market_of(account.broker, account.broker_type)
+    return market
 
 
 def _position_busy(conflict: Row) -> PositionBusy:

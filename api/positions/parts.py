@@ -15,14 +15,14 @@ from pydantic import Field
 from api.http.errors import CloseInvalid
 from api.orders.outcomes import OrderReader
 from api.orders.placer import PlacementResult
-from api.orders.schemas import MAX_QUANTITY, OrderRequest, OrderView
+from api.orders.schemas import OrderRequest, OrderView
 from infra.database.orders.states import rank
+from worker_runtime.protocol.broker_record import MarketRule
 from worker_runtime.protocol.messages import OrderState
 from worker_runtime.protocol.order_terms import ODD_LOTS
 
-#: Lots that the home stock market takes in one order.
-MAX_LOTS = 499
-_MAX_PARTS = -(-MAX_QUANTITY // MAX_LOTS)
+#: Orders of one close at most: the largest quantity in TWSE's orders of 499 lots.
+MAX_PARTS = 21
 #: Characters of a client order id.
 _MAX_ID_LENGTH = 64
 
@@ -40,14 +40,26 @@ def part_ids(client_order_id: str) -> list[str]:
     """The client order ids that the parts of a close can have."""
     return [
         client_order_id,
-        *(f"{client_order_id}#{number}" for number in range(2, _MAX_PARTS + 1)),
+        *(f"{client_order_id}#{number}" for number in range(2, MAX_PARTS + 1)),
     ]
 
 
-def split_close(body: OrderRequest) -> list[OrderRequest]:
-    """Raises `CloseInvalid` if the close's id leaves no room for those of its parts."""
-    whole, rest = (0, body.quantity) if body.lot in ODD_LOTS else divmod(body.quantity, MAX_LOTS)
-    sizes = [MAX_LOTS] * whole + [rest] * (rest > 0)
+def split_close(body: OrderRequest, market: MarketRule) -> list[OrderRequest]:
+    """Returns the orders of a close: several if the market takes less in one order.
+
+    Odd lots are never split. Raises `CloseInvalid` for more than `MAX_PARTS` orders, and if the
+    close's id leaves no room for those of its parts.
+    """
+    rule = market.lots.get(body.lot)
+    if rule is None or body.lot in ODD_LOTS or body.quantity <= rule.max_quantity:
+        return [body]
+    whole, rest = divmod(body.quantity, rule.max_quantity)
+    sizes = [rule.max_quantity] * whole + [rest] * (rest > 0)
+    if len(sizes) > MAX_PARTS:
+        raise CloseInvalid(
+            f"{market.title} takes {rule.max_quantity} lots in an order, and a close is at most "
+            f"{MAX_PARTS} orders. Close at most {MAX_PARTS * rule.max_quantity} lots at a time."
+        )
     ids = part_ids(body.client_order_id)[: len(sizes)]
     if len(ids[-1]) > _MAX_ID_LENGTH:
         raise CloseInvalid(

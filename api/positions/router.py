@@ -111,7 +111,7 @@ async def close_position(
     wait: Wait = None,
 ) -> Response:
     """Places the order that closes the position which the broker knows now; at the market unless a
-    price is given. Above the market's maximum (499 lots) it is several orders (`parts`), written
+    price is given. Above what the market takes in one order, it is several orders (`parts`), written
     together, with one outcome; repeat the close to see it.
 
     It passes a switch that lets only reducing orders through. Refused with `POSITION_BUSY` while

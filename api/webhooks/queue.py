@@ -51,6 +51,7 @@ from infra.database.trading.signals import HeldSignal, Lane
 from infra.tasks import cancel_tasks
 from infra.tracing import Traces
 from infra.valkey.failures import explain_failure
+from infra.worker_calls.client import NoAnswer
 from worker_runtime.protocol.broker_reports import Position
 from worker_runtime.protocol.contract_codes import may_be_same_contract
 from worker_runtime.protocol.errors import BerthError, SymbolBlocked, from_code
@@ -291,7 +292,10 @@ class SignalQueue:
                     error.retryable or isinstance(error, SymbolBlocked) or type(error) is BerthError
                 ):
                     raise
-                if error.detail != obstacle:
+                # A question for the position that the deadline cut short says nothing new: what was
+                # in the way before is still the reason.
+                cut_short = isinstance(error, NoAnswer) and run.remaining_s <= pause
+                if error.detail != obstacle and not (cut_short and obstacle):
                     obstacle = error.detail
                     async with self._database.session() as session:
                         await signals.note_obstacle(session, run.call.id, run.holder, obstacle)

@@ -9,12 +9,14 @@ from decimal import Decimal
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
+from api.http.errors import CloseInvalid
 from api.orders.placer import PendingOrder, PlacementResult
 from api.orders.schemas import OrderView
 from api.positions.closer import PositionClose
-from api.positions.parts import MAX_LOTS, part_ids, split_close, whole_of
+from api.positions.parts import MAX_PARTS, part_ids, split_close, whole_of
 from api.positions.schemas import ClosePositionRequest
 from infra.database.orders import checks as order_checks
 from tests.support.api.accounts import switch_body
@@ -27,9 +29,20 @@ from tests.support.api.orders import (
 from tests.support.api.scripted_answers import answer_positions, answer_submitted, make_position
 from tests.support.systems.api import ServedApi, StartWorker, running_api
 from tests.support.workers.api_worker import failed, filled
+from worker_runtime.protocol.broker_record import MarketRule
+from worker_runtime.protocol.installed_brokers import installed_brokers
 from worker_runtime.protocol.messages import Answer, Failure, OrderState, PlaceOrder, Side
+from worker_runtime.protocol.order_terms import OrderLot
 
+MARKET = installed_brokers()["paper"].record.market("futures")
+MAX_QUANTITY = MARKET.lots[OrderLot.COMMON].max_quantity
 WHOLE = [("sell", 499, True), ("sell", 499, True), ("sell", 202, True)]
+
+
+def market_taking(max_quantity: int) -> MarketRule:
+    """The futures market, if it took this many lots in one order."""
+    common = msgspec.structs.replace(MARKET.lots[OrderLot.COMMON], max_quantity=max_quantity)
+    return msgspec.structs.replace(MARKET, lots={OrderLot.COMMON: common})
 
 
 async def ids_written(api: ServedApi, name: str = "x-1") -> list[str]:
@@ -72,7 +85,7 @@ async def test_a_process_that_dies_between_the_parts_loses_and_doubles_nothing(
     async with running_api(api.settings) as dying:
         placer, database = dying.services.placer, api.services.database
         async with database.session() as session:
-            for part in split_close(body):
+            for part in split_close(body, MARKET):
                 options: dict[str, Any] = {"parent": plan.parent, "session": session}
                 written.append(await placer.write_order(api.user, part, "a test", **options))
             assert await ids_written(api) == []  # all of it or nothing
@@ -135,7 +148,7 @@ async def test_parts_that_end_differently_make_one_outcome(
     refuse = failed(OrderState.REJECTED, Failure(code="DEADLINE_EXCEEDED", detail="too late"))
 
     def script(order: PlaceOrder) -> Answer | None:
-        return filled(order) if order.quantity == MAX_LOTS else refuse(order)
+        return filled(order) if order.quantity == MAX_QUANTITY else refuse(order)
 
     await start_worker_holding(api, start_worker, 700, script)
     outcome = (await close_position(user, api)).json()
@@ -152,7 +165,7 @@ async def test_a_part_without_an_answer_leaves_the_whole_open(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
     def script(order: PlaceOrder) -> Answer | None:
-        return filled(order) if order.quantity == MAX_LOTS else None
+        return filled(order) if order.quantity == MAX_QUANTITY else None
 
     worker = await start_worker_holding(api, start_worker, 700, script)
     path = f"/users/{api.user}/accounts/main/positions/MXFA6/close?wait=1"
@@ -196,6 +209,25 @@ async def test_while_reducing_a_large_close_passes_and_while_halted_nothing_of_i
         assert await ids_written(api) == []
         await admin.put("/switches", json=switch_body(user_id=api.user, state="reducing"))
         assert (await close_position(user, api)).json()["state"] == "filled"
+
+
+@pytest.mark.parametrize(
+    ("max_quantity", "quantity", "sizes"),
+    [(200, 200, [200]), (200, 450, [200, 200, 50]), (5_000, 4_999, [4_999])],
+)
+def test_a_close_is_split_by_the_maximum_of_the_accounts_own_market(
+    max_quantity: int, quantity: int, sizes: list[int]
+) -> None:
+    asked = ClosePositionRequest(client_order_id="x-1")
+    body = asked.order("x-1", "main", "MXFA6", Side.SELL, quantity)
+    assert [part.quantity for part in split_close(body, market_taking(max_quantity))] == sizes
+
+
+def test_a_close_of_too_many_orders_is_refused_with_the_most_that_can_be_closed() -> None:
+    asked = ClosePositionRequest(client_order_id="x-1")
+    body = asked.order("x-1", "main", "MXFA6", Side.SELL, 10 * MAX_PARTS + 1)
+    with pytest.raises(CloseInvalid, match=f"Close at most {10 * MAX_PARTS} lots at a time"):
+        split_close(body, market_taking(10))
 
 
 async def test_an_id_too_long_for_its_parts_is_refused_only_where_there_are_parts(
