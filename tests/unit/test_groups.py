@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.groups import BUSY, MAX_BUSY_UNITS, ORDER, UNITS, next_unit, place_of, unit_of
+from tests.groups import (
+    BUSY,
+    DOUBLE,
+    MAX_BUSY_UNITS,
+    ORDER,
+    UNITS,
+    next_unit,
+    place_of,
+    unit_of,
+)
 
+SINGLE = [unit for unit in BUSY if unit not in DOUBLE]
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -43,11 +53,22 @@ def test_a_busy_unit_begins_while_few_of_its_kind_run() -> None:
 
 
 def test_a_waiting_unit_begins_next_to_enough_busy_ones() -> None:
-    running = list(BUSY[:MAX_BUSY_UNITS])
-    waiting = [BUSY[MAX_BUSY_UNITS], "tests/unit/test_log.py", "tests/unit/test_rooms.py"]
+    running = list(SINGLE[:MAX_BUSY_UNITS])
+    waiting = [SINGLE[MAX_BUSY_UNITS], "tests/unit/test_log.py", "tests/unit/test_rooms.py"]
     assert next_unit(waiting, running) == "tests/unit/test_log.py"
 
 
 def test_busy_units_that_are_left_alone_begin_nevertheless() -> None:
-    running = list(BUSY[:MAX_BUSY_UNITS])
-    assert next_unit(BUSY[MAX_BUSY_UNITS:], running) == BUSY[MAX_BUSY_UNITS]
+    running = list(SINGLE[:MAX_BUSY_UNITS])
+    assert next_unit(SINGLE[MAX_BUSY_UNITS:], running) == SINGLE[MAX_BUSY_UNITS]
+
+
+def test_no_busy_unit_begins_next_to_one_that_takes_two_places() -> None:
+    [double] = DOUBLE
+    waiting = [SINGLE[0], "tests/unit/test_log.py"]
+    others = [double, *SINGLE[: MAX_BUSY_UNITS - 2]]
+    assert next_unit(waiting, others) == "tests/unit/test_log.py"
+    assert next_unit([double, "tests/unit/test_log.py"], SINGLE[: MAX_BUSY_UNITS - 1]) == (
+        "tests/unit/test_log.py"
+    )
+    assert next_unit([double, SINGLE[0]], []) == double
