@@ -208,58 +208,26 @@ class ClaimActivities:
         the transaction back, so that it has no effect.
         """
         async with self.database.session() as session:
-            try:
-                assigned = await worker_sessions.assign_epoch(
-                    session,
-                    user_id=request.user_id,
-                    claim_id=request.claim_id,
-                    pool=request.pool,
-                    crash_limit=MAX_CRASHES_WITHOUT_BACKOFF if request.check_crashes else 0,
-                    crash_window=CRASH_WINDOW,
-                    adopt_only=request.adopt_only,
-                )
-            except UserNotFound:
-                assigned = worker_sessions.AssignmentResult(epoch=0)
-            epoch = assigned.epoch
-            adopted = await self._adopt_worker(session, request, assigned)
-            if adopted is not None:
-                return adopted
-            gone = await self._find_worker_to_end(request, assigned)
-            if gone is not None:
-                return _ClaimedWorker(entry=entries.PoolEntry(status="gone"), worker=gone)
-            if request.adopt_only:
-                return _ClaimedWorker(
-                    entry=entries.PoolEntry(status="none"), worker=_no_worker(request)
-                )
+            assigned = await self._write_epoch(session, request)
+            earlier = await self._find_earlier_worker(session, request, assigned)
+            if earlier is not None:
+                return earlier
             accounts: Sequence[StoredCredentials] = ()
             open_orders: list[PlaceOrder] = []
             rejection: BerthError | None = None
-            if epoch:
+            if assigned.epoch:
                 stored, open_orders = await open_orders_table.open_orders_with_accounts(
                     session, request.user_id
                 )
                 accounts, rejection = await split_rejected(session, stored, starts=True)
             if accounts:
-                entry = await entries.claim_entry(
-                    self.client,
-                    request.pool,
-                    request.claim_id,
-                    request.user_id,
-                    avoid=avoided,
-                    refused=refused,
-                )
+                entry = await self._claim_entry(request, assigned, avoided, refused)
             else:  # no account to log in with, or too many crashes: no worker is claimed
                 entry = entries.PoolEntry(status="refused")
-            if entry.status == "full":
-                raise ApplicationError(
-                    errors.MemoryShort.title(), type=errors.MemoryShort.code, non_retryable=True
-                )
-            if entry.status == "gone" and entry.worker_id != assigned.worker_id:
-                raise _EntryRefused(entry.worker_id, "its entry is gone")  # nothing was sent to it
             worker = WorkerRef(
                 worker_id=entry.worker_id,
                 task_id=assigned.task_id,
-                epoch=epoch,
+                epoch=assigned.epoch,
                 claim_id=request.claim_id,
                 pool=request.pool,
                 warm=not entry.worker_id.startswith(COLD_PREFIX),
@@ -270,6 +238,70 @@ class ClaimActivities:
         return _ClaimedWorker(
             entry, worker, accounts, open_orders, crashes=assigned.crashes, rejection=rejection
         )
+
+    async def _write_epoch(
+        self, session: AsyncSession, request: ClaimRequest
+    ) -> worker_sessions.AssignmentResult:
+        """Writes the assignment of this claim id, or reads it if it is there. The epoch is 0 if
+        nothing was written: for an unknown user, after too many crashes, or if the request may only
+        adopt."""
+        try:
+            return await worker_sessions.assign_epoch(
+                session,
+                user_id=request.user_id,
+                claim_id=request.claim_id,
+                pool=request.pool,
+                crash_limit=MAX_CRASHES_WITHOUT_BACKOFF if request.check_crashes else 0,
+                crash_window=CRASH_WINDOW,
+                adopt_only=request.adopt_only,
+            )
+        except UserNotFound:
+            return worker_sessions.AssignmentResult(epoch=0)
+
+    async def _find_earlier_worker(
+        self,
+        session: AsyncSession,
+        request: ClaimRequest,
+        assigned: worker_sessions.AssignmentResult,
+    ) -> _ClaimedWorker | None:
+        """Returns the worker that the user keeps (`adopted`), the one that must end first (`gone`),
+        or no worker if the request may only adopt one (`none`). None: one may be claimed."""
+        adopted = await self._adopt_worker(session, request, assigned)
+        if adopted is not None:
+            return adopted
+        gone = await self._find_worker_to_end(request, assigned)
+        if gone is not None:
+            return _ClaimedWorker(entry=entries.PoolEntry(status="gone"), worker=gone)
+        if request.adopt_only:
+            return _ClaimedWorker(
+                entry=entries.PoolEntry(status="none"), worker=_no_worker(request)
+            )
+        return None
+
+    async def _claim_entry(
+        self,
+        request: ClaimRequest,
+        assigned: worker_sessions.AssignmentResult,
+        avoided: str,
+        refused: Collection[str],
+    ) -> entries.PoolEntry:
+        """Takes a worker out of the pool in Valkey. Raises `_EntryRefused`; fails with
+        `MEMORY_SHORT`."""
+        entry = await entries.claim_entry(
+            self.client,
+            request.pool,
+            request.claim_id,
+            request.user_id,
+            avoid=avoided,
+            refused=refused,
+        )
+        if entry.status == "full":
+            raise ApplicationError(
+                errors.MemoryShort.title(), type=errors.MemoryShort.code, non_retryable=True
+            )
+        if entry.status == "gone" and entry.worker_id != assigned.worker_id:
+            raise _EntryRefused(entry.worker_id, "its entry is gone")  # nothing was sent to it
+        return entry
 
     async def _record_worker(
         self, session: AsyncSession, worker: WorkerRef, entry: entries.PoolEntry

@@ -138,35 +138,11 @@ class OrderChangeService:
         """
         generation = self.answers.generation
         order = await self.reader.with_latest_answer(row)
-        first_epoch = await worker_sessions.first_epoch(self.database, order.user_id)
-        read_at = time.monotonic()
-        async with self.database.session() as session:
-            now = await order_checks.database_clock(session)
-            requested = order_changes.OrderChange(
-                quantity=body.quantity,
-                price=body.price,
-                generation=generation,
-                deadline_at=now + timedelta(seconds=self.settings.order_deadline),
-                first_epoch=first_epoch,
-            )
-            first = await order_changes.find_change(session, row.id, body.request_id)
-        if first is None:
-            _check_replace(order, body)
-            if body.price is not None:
-                band = await self._check_price(
-                    row, order, body.quantity or order.quantity, body.price
-                )
-                requested = replace(requested, price_band=band)
-            async with self.database.session() as session:
-                first = await order_changes.note_change(
-                    session, row, body.request_id, requested, actor=actor
-                )
-        change = first or requested
-        if not change.asks_the_same(requested):
-            raise ProblemError(errors.RequestIdReused(), order=order)
-        seconds_left = (change.deadline_at - now).total_seconds()
+        change, until = await self._note_change(row, order, body, generation, actor)
         request_id = order_changes.request_id_of(row.id, "replace", body.request_id)
-        if seconds_left <= 0 or change.generation != generation:  # it is never sent a second time
+        seconds_left = until - time.monotonic()
+        if seconds_left <= 0 or change.generation != generation:
+            # It is never sent a second time.
             return await self._outcome_of(order, change, request_id, seconds_left)
         confirmed: Sequence[ConfirmedQuantityChange] = ()
         if change.quantity is not None:
@@ -183,8 +159,48 @@ class OrderChangeService:
             confirmed=tuple(confirmed),
         )
         # Less what passed since: the worker must not take a change after its deadline.
-        seconds_left -= time.monotonic() - read_at
-        return await self._send(request, order, seconds_left, wait, change)
+        return await self._send(request, order, until - time.monotonic(), wait, change)
+
+    async def _note_change(
+        self,
+        row: Row,
+        order: OrderView,
+        body: schemas.ReplaceRequest,
+        generation: str,
+        actor: str,
+    ) -> tuple[order_changes.OrderChange, float]:
+        """Checks a change and notes it under its request id; a repeat gets the one that was noted.
+
+        Returns the change and the instant of its deadline on `time.monotonic`. Raises
+        `ProblemError` with `RequestIdReused` or what the change is refused for.
+        """
+        first_epoch = await worker_sessions.first_epoch(self.database, order.user_id)
+        read_at = time.monotonic()
+        async with self.database.session() as session:
+            now = await order_checks.database_clock(session)
+            requested = order_changes.OrderChange(
+                quantity=body.quantity,
+                price=body.price,
+                generation=generation,
+                deadline_at=now + timedelta(seconds=self.settings.order_deadline),
+                first_epoch=first_epoch,
+            )
+            noted = await order_changes.find_change(session, row.id, body.request_id)
+        if noted is None:
+            _check_replace(order, body)
+            if body.price is not None:
+                band = await self._check_price(
+                    row, order, body.quantity or order.quantity, body.price
+                )
+                requested = replace(requested, price_band=band)
+            async with self.database.session() as session:
+                noted = await order_changes.note_change(
+                    session, row, body.request_id, requested, actor=actor
+                )
+        change = noted or requested
+        if not change.asks_the_same(requested):
+            raise ProblemError(errors.RequestIdReused(), order=order)
+        return change, read_at + (change.deadline_at - now).total_seconds()
 
     async def _outcome_of(
         self,
