@@ -167,11 +167,16 @@ def test_prices_keep_the_steps_and_limits_of_their_own_market(
     asyncio.run(list_instrument(system))
     market.set_price("DELTA.HB", Decimal(15))
     deadline = datetime.now().timestamp() + 60
-    while (answer := at_harbour("15.6", symbol="DELTA.HB"))[1].get("code") != "PRICE_LIMIT":
-        assert datetime.now().timestamp() < deadline, answer
-        time.sleep(0.5)  # what is asked more often is refused for that
-    assert "highest price of DELTA.HB, which is 15.2" in answer[1]["detail"]
-    assert at_harbour("15.1", symbol="DELTA.HB")[1]["code"] == "PRICE_OFF_TICK"
+
+    def until_refused(price: str, code: str) -> str:
+        """Returns the detail of the refusal, once the API process that is asked knows the list."""
+        while (answer := at_harbour(price, symbol="DELTA.HB"))[1].get("code") != code:
+            assert datetime.now().timestamp() < deadline, answer
+            time.sleep(0.5)  # what is asked more often is refused for that
+        return str(answer[1]["detail"])
+
+    assert "highest price of DELTA.HB, which is 15.2" in until_refused("15.6", "PRICE_LIMIT")
+    until_refused("15.1", "PRICE_OFF_TICK")
     status, order = at_harbour("15.2", symbol="DELTA.HB")
     assert (status, order["state"]) == (201, "filled"), order
     limit = system.call(
