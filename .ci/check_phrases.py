@@ -15,7 +15,10 @@ SUFFIXES = {".py", ".lua", ".html", ".md", ".example"}
 #: History stays as it was written.
 EXCEPT = ("CHANGELOG.md", "docs/adr/")
 PHRASES = {
-    r"\b(his|him|himself)\b": "they, their, them",
+    r"\b(he|his|him|himself)\b": "they, their, them",
+    # But for the command `berth bench beside`, a name in code, and the end of a patch's id.
+    r"(?<!bench )(?<![`\w])\bbeside (?=[a-z*\[`])(?!if )": "next to, compared with, in addition to",
+    r"\b(go|goes|went) on\b(?! in the next run\")": "continue, continues, continued",
     r"\bplace in the line\b": "place in the queue",
     r"\bwas no mistake\b": "even if an identical one was placed",
     r"\bcounts? for (him|her|nothing)\b": "applies to the user; is ignored",

@@ -42,7 +42,7 @@ async def running(work: Coroutine[Any, Any, Any]) -> AsyncIterator[None]:
 class SharedTasks(Generic[K, T]):
     """Tasks by key, one at a time for each: who asks for a key meanwhile shares its task.
 
-    Callers wait for a task without cancelling it: it goes on when they are gone.
+    Callers wait for a task without cancelling it: it continues when they are gone.
     """
 
     def __init__(

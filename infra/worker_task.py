@@ -108,7 +108,7 @@ def worker_exit(
     seen: bool = True,
     detail: dict[str, str] | None = None,
 ) -> TaskExit:
-    """The end of a worker with its one reason, and the facts beside it.
+    """The end of a worker with its one reason, and the facts next to it.
 
     `reason` is one that the platform knows for sure; else it follows from the rest. `stopped`:
     somebody asked for the end; `stop_reason` says why, `forced` that it took SIGKILL. `oom_killed`

@@ -77,7 +77,7 @@ T = TypeVar("T")
 _BEAT = 5.0
 #: The same for bulk work, for which nobody waits.
 _BULK_BEAT = 10.0
-#: For long bulk work. A second attempt beside a first one that is only slow cannot tell what it
+#: For long bulk work. A second attempt next to a first one that is only slow cannot tell what it
 #: did: on a busy machine 200 of 2,000 anomalies counted as healed.
 _SLOW_BEAT = 30.0
 #: What a lookup or a script may take before it counts as lost: Valkey's socket timeout is 5 s.
@@ -333,7 +333,7 @@ async def check_release(request: CheckRelease) -> ReleaseSnapshot:
 
 
 async def retire_workers(request: RetireWorkers) -> int:
-    """Several stops beside each other, each with the grace of a logout.
+    """Several stops next to each other, each with the grace of a logout.
     A repeat ends the same workers."""
     limits = _Limits(130.0, each=60.0, beat=_BULK_BEAT, retry=_TWICE)
     why = f"end {request.count} free workers of other versions"

@@ -72,7 +72,7 @@ class _WorkerAccess:
         self._switches = SwitchSigner(self.message_secrets)
 
     async def _write_owner(self, user_id: str, worker: WorkerRef) -> None:
-        """Makes the worker the user's owner, and writes the user's switch beside it."""
+        """Makes the worker the user's owner, and writes the user's switch next to it."""
         generation, server = await valkey.read_generation_and_server(self.client, uuid.uuid4().hex)
         switch = await self.database.fetch(switches.switch_of_user, user_id)
         words = self._switches.words(user_id, switch, server)

@@ -1,7 +1,7 @@
 """Scans the fleet, or some workers: assignments, tasks, marks, metadata and pool entries.
 
 PostgreSQL and the launcher name the keys to read. Only a mark that neither knows needs a SCAN, of
-at most `SCANNED` keys a pass; the next pass goes on where this one ended. So in a Valkey with
+at most `SCANNED` keys a pass; the next pass continues where this one ended. So in a Valkey with
 millions of other keys a pass costs no more, and an orphan mark is found some passes later.
 """
 

@@ -182,4 +182,4 @@ class Deployment:
             await self._service.update_workflow_execution_options(request, timeout=RPC_TIMEOUT)
         except RPCError as error:
             if error.status not in {RPCStatusCode.NOT_FOUND, RPCStatusCode.FAILED_PRECONDITION}:
-                raise  # those two: it has ended, or went on in a new run
+                raise  # those two: it has ended, or continued in a new run

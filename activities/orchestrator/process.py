@@ -1,6 +1,6 @@
 """The orchestrator process: hosts the workflows and activities of the task queues it is given.
 
-It makes every client and closes it. Several orchestrators may run beside each other; none of them
+It makes every client and closes it. Several orchestrators may run next to each other; none of them
 is a worker's parent, and stopping one stops no worker.
 """
 

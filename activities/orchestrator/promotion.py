@@ -138,7 +138,7 @@ class Promotion:
 def is_newer(seen: DeploymentSnapshot, own: str) -> bool:
     """Compares releases; of two builds of one release, the one that was seen first is older.
 
-    So a restart of an old build beside a newer one changes nothing, and a developer's last edit
+    So a restart of an old build next to a newer one changes nothing, and a developer's last edit
     wins.
     """
     if seen.current not in seen.versions:

@@ -133,7 +133,7 @@ class PoolActivities:
             return None
         try:
             return await self._database.fetch(worker_sessions.count_claims, pool, seconds)
-        except BerthError as error:  # the pool goes on with the number that it knows
+        except BerthError as error:  # the pool continues with the number that it knows
             log.warning("pool_demand_unknown", pool=pool, reason=error.detail)
             return None
 

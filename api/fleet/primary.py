@@ -89,7 +89,7 @@ class Primary:
                     )
             except DatabaseUnavailable as error:
                 log.warning("primary_lost", reason=error.detail)
-            except Exception:  # the loop goes on: without a primary nothing of this is done
+            except Exception:  # the loop continues: without a primary nothing of this is done
                 log.exception("primary_failed")
             await asyncio.sleep(RETRY)
 

@@ -96,7 +96,7 @@ class ReportView(View):
 class MaintenanceRunView(View):
     """What a pass that was asked for saw and did."""
 
-    ended: bool = Field(description="False: it takes longer than `wait`, and goes on.")
+    ended: bool = Field(description="False: it takes longer than `wait`, and continues.")
     workers: int
     found: int = Field(description="Anomalies in this scan.")
     confirmed: int = Field(description="Those that the scan before had found, too.")

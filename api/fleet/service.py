@@ -159,7 +159,7 @@ class MaintenanceTrigger:
     client: Client
 
     async def run_pass(self, wait: float, *, override_guard: bool = False) -> Maintained | None:
-        """What one pass saw and did; None: it is not done after `wait` seconds, and goes on.
+        """What one pass saw and did; None: it is not done after `wait` seconds, and continues.
 
         A pass that is under way is waited for instead: none overtakes another. With
         `override_guard` a pass of its own is run, which acts though much looks odd at once. Raises

@@ -90,7 +90,7 @@ class NotificationListener:
                 event.set()
 
     async def run(self) -> None:
-        """Connects, and goes on trying for ever."""
+        """Connects, and tries without end."""
         pause = RECONNECT
         while True:
             try:

@@ -66,7 +66,7 @@ Seconds = Annotated[
     ),
 )
 async def put_user_job(user_id: KnownUserId, body: UserJobRequest, call: Call) -> JobStateView:
-    """Runs beside the user's session, in a process of its own; the worker is started if there is
+    """Runs next to the user's session, in a process of its own; the worker is started if there is
     none.
 
     Statement and export are made of the orders as they are now: about 700 fit into one job,
@@ -425,8 +425,8 @@ async def get_job_limits(call: Call) -> schemas.JobLimitsList:
 async def put_job_limits(
     job_type: JobType, body: schemas.JobLimitsRequest, call: Call
 ) -> schemas.JobLimitsView:
-    """Sets all of them: they hold from the next claim on. Running jobs go on, and a job that waits
-    for a time of its own keeps it."""
+    """Sets all of them: they hold from the next claim on. Running jobs continue, and a job that
+    waits for a time of its own keeps it."""
     if job_type not in _KNOWN:
         raise NotFound(f"there is no job type {job_type}; known: {', '.join(sorted(_KNOWN))}")
     return await _put_limits(call, job_keys.FLEET_TAG, job_type, body)

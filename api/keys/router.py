@@ -172,7 +172,7 @@ async def allow_image(body: ImageRequest, call: Call) -> ImageView:
     "", summary="Forbid an image", responses=problems.responses(images.ImageNotAllowed)
 )
 async def forbid_image(image: Image, call: Call, reason: Reason = "requested") -> ImageList:
-    """Nothing is launched from it any more; workers that run go on. For administrators."""
+    """Nothing is launched from it any more; workers that run continue. For administrators."""
     await call.database.write(images.forbid_image, image, actor=call.actor, reason=reason)
     return await list_images(call)
 

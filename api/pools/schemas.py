@@ -189,7 +189,7 @@ class RolloutStatusView(View):
     asked: int = Field(description="Users who were asked to move.")
     ended: bool
     reason: str = Field(description="Why it was rolled back; empty: it was not.")
-    held: str = Field(description="Why it does not go on just now; empty: it does.")
+    held: str = Field(description="Why it does not continue just now; empty: it does.")
 
     @classmethod
     def of(cls, view: RolloutView) -> Self:

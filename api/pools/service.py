@@ -105,7 +105,7 @@ class RolloutControl:
     client: Client
 
     async def start(self, given: RolloutInput, before: Release) -> RolloutView:
-        """What it begins with. Raises `RolloutUnderWay` while another one of the pool goes on.
+        """What it begins with. Raises `RolloutUnderWay` while another one of the pool continues.
 
         `before`: what the pool's new workers are now.
         """
@@ -135,7 +135,7 @@ class RolloutControl:
         )
 
     async def view(self, pool: str) -> RolloutView:
-        """The one that goes on, or the last one. Raises `NoRollout`."""
+        """The one that continues, or the last one. Raises `NoRollout`."""
         handle = self.client.get_workflow_handle(rollout_id(pool), result_type=RolloutView)
         try:
             with temporal_errors(missing=_no_rollout(pool)):

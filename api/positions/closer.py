@@ -144,7 +144,7 @@ class PositionClose:
         """Whether it may mean this position. An entry closes the other side, whatever its
         condition."""
         held, condition = position.held(self.pricing.lot), self.pricing.condition
-        if self.opens is not None:  # of shares it may not open beside lots on the other side
+        if self.opens is not None:  # of shares it may not open next to lots on the other side
             held, condition = held or position.quantity, None
         return (
             may_be_same_contract(position.symbol, self.symbol)
@@ -254,7 +254,7 @@ class PositionCloser:
             raise CloseInvalid(f"one close takes at most {MAX_QUANTITY}; close it in steps")
         side = Side.SELL if signed > 0 else Side.BUY
         body = pricing.order(close.client_order_id, close.account_id, close.symbol, side, quantity)
-        # What works on the other side would be filled beside the position that is opened
+        # What works on the other side would be filled next to the position that is opened
         # afterwards.
         busy = side.value if close.opens is None else ""
         return await self.place_alone(

@@ -4,7 +4,7 @@ filled.
 The legs of an intent are orders with ids of their own (`<id>.close`, `<id>.open`) and the intent in
 `origin`. The opening leg is placed by the caller's request and by nothing else: if the request ends
 before the close is filled, if this process dies between the legs, or if the close is not filled,
-nothing is opened. A repeat with the same id goes on where the first one stopped, but only within
+nothing is opened. A repeat with the same id continues where the first one stopped, but only within
 the order deadline after the closing leg was accepted: an entry that nobody waited for is not made
 at another price. (Alerts are repeated by `AlertProcessor`.)
 """

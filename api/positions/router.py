@@ -111,8 +111,8 @@ async def close_position(
     wait: Wait = None,
 ) -> Response:
     """Places the order that closes the position which the broker knows now; at the market unless a
-    price is given. Above what the market takes in one order, it is several orders (`parts`), written
-    together, with one outcome; repeat the close to see it.
+    price is given. Above what the market takes in one order, it is several orders (`parts`),
+    written together, with one outcome; repeat the close to see it.
 
     It passes a switch that lets only reducing orders through. Refused with `POSITION_BUSY` while
     another order works on that side, or if one was filled so lately that the position may not show
@@ -136,7 +136,7 @@ async def close_position(
         200: problems.answer(schemas.IntentView, "The broker has answered all of it."),
         202: problems.answer(
             schemas.IntentView,
-            "Not all of it is known or done yet. Repeat it to go on: nothing opens by itself.",
+            "Not all of it is known or done yet. Repeat it to continue: nothing opens by itself.",
         ),
         **problems.responses(*_TRADING_PROBLEMS, errors.CloseNotFilled, errors.IntentExpired),
     },

@@ -157,7 +157,7 @@ class IntentRequest(PricedBody):
         pattern=r"^[A-Za-z0-9._:-]+$",
         max_length=48,
         description="Your own id of this intent, unique for the user. Its orders are `<id>.close` "
-        "and `<id>.open`. A repeat goes on where the first one stopped.",
+        "and `<id>.open`. A repeat continues where the first one stopped.",
     )
     intent: Intent
     symbol: orders.Symbol

@@ -44,8 +44,8 @@ async def put_switch(body: SwitchRequest, call: Call, response: Response) -> Swi
     `reducing` only those that make a position smaller.
 
     Cancels always pass. It holds when this is answered, also for orders that are queued already;
-    only what is inside the broker's SDK by then goes on. Operators switch everybody, a user or an
-    account. A user's key sets the user's own switch, which stands beside the operators': nobody
+    only what is inside the broker's SDK by then continues. Operators switch everybody, a user or an
+    account. A user's key sets the user's own switch, which is kept next to the operators': nobody
     opens what another has closed.
     """
     row, in_force, also = await call.services.switches.set_switch(

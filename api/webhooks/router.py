@@ -270,7 +270,7 @@ async def receive_signal(token: Token, request: Request, services: InServices) -
     A plain `buy` or `sell` is answered with its order, all else with a `SignalOutcome`. An exit
     with nothing to close is a success: `nothing_to_close`. The same signal again, also years later,
     returns the outcome of the first, and does nothing. Answered within two seconds, if need be with
-    202: then it goes on without the caller.
+    202: then it continues without the caller.
     """
     source = request.client.host if request.client else ""
     taken = await services.webhooks.receive_signal(token, source, await request.body())

@@ -485,7 +485,7 @@ class SignalOutcome(View):
     client_order_id: str
     action: SignalAction
     legs: list[OrderView] = Field(description="Its orders so far, closing ones first.")
-    complete: bool = Field(description="False: it goes on without the caller.")
+    complete: bool = Field(description="False: it continues without the caller.")
     outcome: str | None = Field(
         default=None,
         description="`placed`, `rejected` (by the broker), `nothing_to_close`, or `nothing_to_do` "

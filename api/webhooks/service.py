@@ -54,7 +54,7 @@ class AnsweredSignal:
     """Holds how far a signal has come, for its answer."""
 
     view: OrderView | SignalOutcome
-    #: False: it goes on without the caller.
+    #: False: it continues without the caller.
     settled: bool
     #: False: the signal was taken before.
     new: bool

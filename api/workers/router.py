@@ -49,7 +49,7 @@ _INTERNAL = frozenset({"public_key", "proof", "claim", VALID_UNTIL})
 async def get_worker(user_id: KnownUserId, call: Call) -> schemas.WorkerView:
     """The worker from both sides: its own mark and metadata, and what its workflow says.
 
-    A mark counts as missing while the metadata beside it are not the worker's own.
+    A mark counts as missing while the metadata next to it are not the worker's own.
     """
     marked, fields, now_ms = await read_mark(call.services.valkey, user_id)
     shown = read_metadata(
@@ -215,7 +215,7 @@ class TimelineFeed:
     channel: str = timeline.TIMELINE_CHANNEL
 
     async def current_event(self) -> ServerEvent:
-        """The state after the last change: what follows in the stream goes on from there."""
+        """The state after the last change: what follows in the stream continues from there."""
         async with self.database.session() as session:
             last = await transitions(session, self.key, after=None, limit=1)
         known: dict[str, Any] = dict.fromkeys(schemas.PresentState.model_fields)

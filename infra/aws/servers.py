@@ -113,7 +113,7 @@ def prepare(servers: Servers) -> CustomResource:
                 **login,
                 "launcher": "ecs",
                 "master_kms_key": storage.master_key.key_arn,
-                "master_key_file": "/keys/admin/master.key",  # never made; the API key is beside it
+                "master_key_file": "/keys/admin/master.key",  # never made; the API key is there too
                 "orchestrator_key_dir": "/keys/private",
                 "api_secret_file": "/keys/api/api.key",
                 "webhook_key_file": "/keys/webhook/webhook.key",

@@ -1,6 +1,6 @@
 """A task of one of our servers: the container, its settings, its keys and its role.
 
-A container beside it copies the key files of its role from Secrets Manager into memory that both
+A container next to it copies the key files of its role from Secrets Manager into memory that both
 share, and follows them (`infra/vault/secret_folders.py`). So no key is in an environment, a
 template or on a disk.
 """

@@ -51,7 +51,7 @@ def own_settings(name: str) -> dict[str, Any]:
 
 
 def server_config(database: str) -> str:
-    """compose's, with this address of PostgreSQL, TLS to it, and the key set beside the server."""
+    """compose's, with this address of PostgreSQL, TLS to it, and the key set next to the server."""
     text = (_COMPOSE / "temporal-server.yaml").read_text("utf-8")
     tls = f'tls: {{enabled: true, caFile: "{_AUTHORITIES}", enableHostVerification: true}}'
     for old, new, times in [

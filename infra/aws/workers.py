@@ -142,7 +142,7 @@ class WorkerTasks(Construct):
                 "awslogs-group": self._log.log_group_name,
                 "awslogs-region": Aws.REGION,
                 "awslogs-stream-prefix": prefix,
-                # A worker goes on when CloudWatch does not take its lines.
+                # A worker continues when CloudWatch does not take its lines.
                 "mode": "non-blocking",
                 "max-buffer-size": "1m",
             },

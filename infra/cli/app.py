@@ -160,8 +160,8 @@ def _exec(module: str, *words: str) -> NoReturn:
 def migrate(settings: Settings) -> CommandAnswer:
     """Bring the database to the schema of this release: the job before a release is started.
 
-    Safe to run at any time, twice, and beside the servers. It waits at most 2 s for a lock, so that
-    it holds nobody up, and tries again for a minute. Without --data it uses
+    Safe to run at any time, twice, and while the servers run. It waits at most 2 s for a lock,
+    so that it holds nobody up, and tries again for a minute. Without --data it uses
     BERTH_DATABASE_OWNER_URL, or BERTH_DATABASE_URL.
     """
     import asyncio
@@ -327,7 +327,7 @@ def keys_rotate(
     ] = 0,
     data: OfData = None,
 ) -> CommandAnswer:
-    """Make a new key, keep the one before beside it, and say what to do next.
+    """Make a new key, keep the one before next to it, and say what to do next.
 
     The master key: rewraps all stored credentials, too. Safe to interrupt and to repeat; while an
     old key file is kept, it makes no new key and only rewraps.

@@ -152,7 +152,7 @@ def check(
     if production:
         bought = "" if partial is None else f", and one of {partial} that is to be filled in part"
         typed = typer.prompt(
-            f"Real orders of up to 3 lots of {symbol}{bought}. Type the account's id to go on",
+            f"Real orders of up to 3 lots of {symbol}{bought}. Type the account's id to continue",
             err=True,
         )
         if typed != account:

@@ -193,7 +193,7 @@ def allow(api: OperatorApi, image: Image, reason: Reason = "requested") -> Comma
 
 @api_command(images_app)
 def forbid(api: OperatorApi, image: Image, reason: Reason = "requested") -> CommandAnswer:
-    """Forbid an image: nothing is launched from it any more; workers that run go on."""
+    """Forbid an image: nothing is launched from it any more; workers that run continue."""
     answer = api.delete("images", image=image, reason=reason).body
     return CommandAnswer(answer, f"no worker is launched from {image} any more")
 

@@ -235,7 +235,7 @@ def _restart(server: Server, before: list[float], console: Console) -> None:
     server.stop()  # ends its remaining processes
     try:
         server.start()
-    except (BerthError, OSError) as error:  # tried again; what runs beside it goes on
+    except (BerthError, OSError) as error:  # tried again; what runs next to it continues
         failure = as_berth_error(server.name, error).detail.partition("\n")[0]
         console.print(f"{server.name} has not come up: {escape(failure)}", soft_wrap=True)
         server.stop()

@@ -64,7 +64,7 @@ def _outcome(reply: ApiReply, done: str, asked: str, *, wait: float) -> CommandA
     """The outcome of a request; exit code 1 when the caller waited and it was not done in time."""
     if reply.done or not wait:
         return CommandAnswer(reply.body, done if reply.done else asked)
-    warning = f"not done within {wait:g} s; it goes on: see `berth worker show`"
+    warning = f"not done within {wait:g} s; it continues: see `berth worker show`"
     return CommandAnswer(reply.body, warning=warning, exit_code=1)
 
 

@@ -67,7 +67,7 @@ Call = Generator[ApiRequest | float, Any, T]
 
 @dataclass(frozen=True)
 class ApiReply:
-    """A successful answer. `done` is False for 202: the API goes on working on it."""
+    """A successful answer. `done` is False for 202: the API is still working on it."""
 
     done: bool
     body: Any
@@ -186,7 +186,7 @@ def rotate_api_key(
     """Makes a key in place of another, which ends after the overlap; without `key_id` of the one in
     use.
 
-    The client goes on with the key that it has: make a new client. Needs the scope `keys`. Sent
+    The client continues with the key that it has: make a new client. Needs the scope `keys`. Sent
     once. Raises `ApiError` (`API_KEY_NOT_FOUND`, `GRANT_TOO_WIDE`), `Unreachable`.
     """
     path = url_path("api-keys", "self" if key_id is None else str(key_id), "rotate")
@@ -279,7 +279,7 @@ def place_order(
     the last repeat.
 
     Raises `OutcomeUnsettled` when patience ends before the outcome is known: place the same ticket
-    again to go on. Raises `ApiError` when the order did not reach the broker, and `Unreachable`
+    again to continue. Raises `ApiError` when the order did not reach the broker, and `Unreachable`
     when nothing was sent: a new ticket may be placed then.
     """
     path = url_path("users", user_id, "orders")
@@ -433,7 +433,7 @@ def start_worker(
 
 
 def stop_worker(user_id: str, *, reason: str = "requested") -> Call[None]:
-    """Asks the worker to finish its order, close its sessions and end; it goes on by itself.
+    """Asks the worker to finish its order, close its sessions and end; it continues by itself.
 
     Sent once; safe to repeat. Raises `ApiError`, `Unreachable`.
     """

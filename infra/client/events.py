@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StreamEvent(Generic[T]):
-    """One event. A program that ends may go on behind `id` later (`after`)."""
+    """One event. A program that ends may continue behind `id` later (`after`)."""
 
     id: int
     name: str
@@ -109,7 +109,7 @@ class Subscription(Generic[T]):
     def events_of(self, chunk: bytes) -> list[StreamEvent[T]]:
         """The events that this piece of the answer completes. Raises `UnexpectedAnswer`.
 
-        The stream goes on behind the last one,
+        The stream continues behind the last one,
         so they are all handed out before the next piece is read.
         """
         events: list[StreamEvent[T]] = []

@@ -2,7 +2,7 @@
 
 These are the key files, the key that signs webhooks, the logins at Temporal and the tables
 of the database. As long as no administrator has an API key, there is also one that ends
-after a day, beside the private keys. Safe to repeat: existing keys are kept, and a
+after a day, next to the private keys. Safe to repeat: existing keys are kept, and a
 migrated database is left alone.
 """
 

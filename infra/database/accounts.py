@@ -149,7 +149,7 @@ async def require_account(
 ) -> BrokerAccount:
     """Returns an account, with or without credentials. Raises `AccountNotFound`.
 
-    `lock`: until the transaction ends, nobody else locks or changes its row; orders go on.
+    `lock`: until the transaction ends, nobody else locks or changes its row; orders continue.
     """
     for_update = {"key_share": True} if lock else None
     account = await session.get(BrokerAccount, (user_id, account_id), with_for_update=for_update)

@@ -223,7 +223,7 @@ async def list_api_keys(
 
 async def revoke_api_key(session: AsyncSession, key_id: uuid.UUID) -> ApiKey:
     """Ends a key or session in all API processes; one that is revoked keeps its time, and the key
-    that began a session goes on. Raises `ApiKeyNotFound`."""
+    that began a session continues. Raises `ApiKeyNotFound`."""
     revoked_at = func.coalesce(ApiKey.revoked_at, func.clock_timestamp())
     revoked = update(ApiKey).where(ApiKey.id == key_id).values(revoked_at=revoked_at)
     key: ApiKey | None = await session.scalar(

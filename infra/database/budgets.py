@@ -110,7 +110,7 @@ async def note_sealed(
     returns all names that it may use.
 
     `persons`: by account id. None: 0.1.0 claimed this worker,
-    which goes on to reach that release's names.
+    which still reaches that release's names.
     """
     # First the credentials, then the assignment: the recorder takes them in this order.
     for account_id, person in sorted(persons.items()):

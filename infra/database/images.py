@@ -69,7 +69,7 @@ async def allow_image(
 
 
 async def forbid_image(session: AsyncSession, image: str, *, actor: str, reason: str) -> None:
-    """Takes an image from the list: nothing is launched from it any more. Workers that run go on.
+    """Takes an image from the list: nothing is launched from it any more. Its workers continue.
 
     Raises `ImageNotAllowed` if it is not there.
     """

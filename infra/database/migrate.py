@@ -44,7 +44,7 @@ log = structlog.get_logger()
 
 
 class MigrationFailed(BerthError, code="MIGRATION_FAILED"):
-    """A migration failed. Those before it are done; another `berth migrate` goes on with this
+    """A migration failed. Those before it are done; another `berth migrate` continues with this
     one."""
 
 

@@ -48,7 +48,7 @@ class FaultPoint(StrEnum):
     LOST_EVENT = "lost_event"
     #: An event comes `late_event_ms` later: others overtake it.
     LATE_EVENT = "late_event"
-    #: All events of the account are lost for `event_gap_ms`; then they go on.
+    #: All events of the account are lost for `event_gap_ms`; then they continue.
     EVENT_GAP = "event_gap"
     #: Pings are not answered: the session looks alive and is not.
     LOST_PONG = "lost_pong"

@@ -146,7 +146,7 @@ class ExchangeConnection(asyncio.Protocol):
         except BerthError as error:
             self._answer(ExchangeReply(id=request.id, error=error.code, detail=error.detail))
         except Exception:
-            # The boundary of one request: the other sessions must go on.
+            # The boundary of one request: the other sessions must continue.
             _log.exception("exchange.request_failed", request=type(request).__name__)
             self._answer(
                 ExchangeReply(id=request.id, error=BerthError.code, detail="the exchange failed")

@@ -124,7 +124,7 @@ class ExchangeInstruments:
         self._day = None
 
     def find(self, code: str) -> Instrument | None:
-        """Return a listed instrument, also while the list is missing: it goes on trading."""
+        """Return a listed instrument, also while the list is missing: it still trades."""
         self._refresh()
         return self._listed.get(code)
 

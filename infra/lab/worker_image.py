@@ -30,7 +30,7 @@ from worker_runtime.protocol.errors import BerthError
 
 ROOT = Path(__file__).parents[2]
 _RUNTIME = ROOT / "worker_runtime"
-#: What the base has beside Debian's required packages.
+#: What the base has in addition to Debian's required packages.
 PACKAGES = ("python3", "python3-venv", "ca-certificates")
 #: Not needed in an image, and two thirds of its size.
 _DROPPED = (

@@ -33,7 +33,7 @@ HOST = "127.0.0.1"
 #: Seconds; PostgreSQL's first start (initdb) takes about 3 s, the others under 2 s on 2 idle cores.
 START_TIMEOUT = 60.0
 STOP_TIMEOUT = 15.0
-#: Bytes of a log that a start goes on with.
+#: Bytes of a log that a start continues with.
 MOST_LOG = 64 << 20
 
 #: Bytes at the end of a log among which the cause of an end is looked for.

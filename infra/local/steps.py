@@ -36,7 +36,7 @@ OnProgress = Callable[[StepProgress], None]
 
 @dataclass(frozen=True)
 class StartStep:
-    """`action` blocks until the step is done; the text it returns is shown beside the step."""
+    """`action` blocks until the step is done; the text it returns is shown next to the step."""
 
     name: str
     action: Callable[[], str]

@@ -219,7 +219,7 @@ class Keeper:
             process.stop_reason = reason
             try:
                 self.register.record_stopping(task_id, reason)
-            except sqlite3.Error as error:  # the stop goes on; a restarted node would not know why
+            except sqlite3.Error as error:  # the stop continues; a restarted node does not know why
                 _log.warning("node.register_failed", task=task_id, detail=str(error))
             _log.info("node.stopping", worker=process.entry.worker_id, task=task_id, reason=reason)
         process.terminate()

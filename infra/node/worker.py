@@ -3,7 +3,7 @@ adopted, signalled and ended; and the workers' logs.
 
 A worker writes to its log file directly, not through the node, so its output survives the node's
 death. The files are opened for appending, so a long one can be cut at its start while the worker
-goes on writing.
+continues writing.
 """
 
 import asyncio

@@ -138,7 +138,7 @@ async def end_api_access(session: AsyncSession, secret_file: Path) -> int:
 
 
 async def _check_alone(session: AsyncSession) -> None:
-    """Raises `BerthError` while one of our servers is connected: it would go on by what it
+    """Raises `BerthError` while one of our servers is connected: it would continue by what it
     remembers.
 
     The session is in no transaction, which would see the same connections again.
@@ -163,7 +163,7 @@ DATA_UNTIL = text(
     "orders.state = of.state) as orders_of), (select max(began_at) from maintenance_passes), "
     "(select recorded_at from worker_transitions order by id desc limit 1))"
 ).bindparams(bindparam("states", [*RANK], type_=ARRAY(String)))
-#: Epochs and numbers of orders were used that these tables do not know. Both go on above all of
+#: Epochs and numbers of orders were used that these tables do not know. Both continue above all of
 #: them: an epoch at the Unix time in seconds (no user has one a second), an order's number in the
 #: upper half of its day's.
 _AHEAD: Sequence[str] = (

@@ -157,7 +157,7 @@ async def terminate_workflows(client: Client, reason: str) -> int:
     query = f"CloseTime IS NULL AND TaskQueue IN {queues}"  # also those that are paused
     ended = set[str]()
     with temporal_errors(server_only=True):
-        for _ in range(120):  # a minute beside the terminations, which take long of many
+        for _ in range(120):  # a minute in addition to the terminations, which take long of many
             running = await list_all(client, query)
             for run in running:
                 handle = client.get_workflow_handle(run.workflow_id, run_id=run.run_id)

@@ -116,7 +116,7 @@ class WorkerStarter:
         await asyncio.shield(self.ensure(user_id, mark_missing=True))
 
     async def adopt(self, user_id: str, pool: str) -> None:
-        """Starts the user's workflow for the worker that the user has; one that runs goes on.
+        """Starts the user's workflow for the worker that the user has; one that runs continues.
 
         Without such a worker it ends at once. Raises `RPCError`.
         """
@@ -133,7 +133,7 @@ class WorkerStarter:
         )
 
     async def close(self) -> None:
-        """Cancels the calls under way; the workflows go on without us."""
+        """Cancels the calls under way; the workflows continue without us."""
         await self._running.close()
 
     async def _ensure(

@@ -195,7 +195,7 @@ async def read_answer(client: Redis, user_id: str, request_id: str) -> bytes:
 
 
 async def read_mark(client: Redis, user_id: str) -> tuple[bytes | None, dict[bytes, bytes], int]:
-    """A user's mark, the metadata beside it, and Valkey's clock (ms)."""
+    """A user's mark, the metadata next to it, and Valkey's clock (ms)."""
     [mark] = await read_strings(client, [keys.mark(user_id)])
     [fields] = await read_hashes(client, [keys.metadata(user_id)])
     return mark, fields, await read_clock(client)

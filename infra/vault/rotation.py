@@ -58,7 +58,7 @@ def replace_pair(private: Path, public: Path) -> bool:
 async def rotate_master_key(
     private: Path, public: Path, database: Database, *, retired: tuple[Path, ...] = ()
 ) -> Rotation:
-    """Runs the rotation once; safe to kill and repeat beside a running API and orchestrator.
+    """Runs the rotation once; safe to kill and repeat next to a running API and orchestrator.
 
     Raises what `replace_pair` does, `UnknownMasterKey` for credentials under an unknown key, or
     `DatabaseUnavailable`; the next run continues.

@@ -225,7 +225,7 @@ class JobExecutor:
 
     def fork_spare_child(self) -> bool:
         """Forks a child for the next job;
-        true if the last fork had failed, so that claims may go on."""
+        true if the last fork had failed, so that claims may continue."""
         could_not_fork = self._cannot_fork
         try:
             self.pool.fork_spare()
@@ -318,7 +318,7 @@ class JobExecutor:
     def _end_run(self, run: JobRun, outcome: RunOutcome) -> None:
         child = run.child
         if run.kill_reason and outcome.failure is not None:
-            if child.shared_by:  # the child goes on with its other jobs
+            if child.shared_by:  # the child continues with its other jobs
                 self._runs.remove(run)
                 self.pool.give_back(child)
                 self._add_death(run, "", outcome.output[:MAX_PROGRESS])

@@ -31,11 +31,11 @@ from worker_runtime.protocol.launch import ExitCode, WorkerConfig
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
 #: Jobs of one claim. Each may cost a fork, and the lease is renewed between two claims: under a
-#: quota of a quarter CPU, 64 forks beside busy children took longer than a lease (measured).
+#: quota of a quarter CPU, 64 forks among busy children took longer than a lease (measured).
 _MAX_CLAIM = 4
 #: Seconds that a stopping runner tries to write the ends of its last jobs.
 _SHUTDOWN_LIMIT = 10.0
-#: Seconds that it then tries to sign off. A runner beside a session gets four seconds in all.
+#: Seconds that it then tries to sign off. A runner next to a session gets four seconds in all.
 _SIGN_OFF_LIMIT = 3.0
 #: Seconds. No other runner waits to take over from a user's,
 #: so a long lease will do: a write every 5 s.

@@ -92,7 +92,7 @@ class JobEventLog:
                 batch += line
             os.write(self._output, batch)
         except OSError:
-            return  # nobody reads the log any more; the runner goes on
+            return  # nobody reads the log any more; the runner continues
 
 
 _encode_counts = msgspec.json.Encoder().encode

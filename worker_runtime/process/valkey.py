@@ -114,7 +114,7 @@ class TlsLink:
     """A TLS connection with what `Valkey` needs of a socket.
 
     Not with the kernel's timeouts, after which OpenSSL
-    would go on waiting: each call sets Python's.
+    would keep waiting: each call sets Python's.
     """
 
     def __init__(self, link: socket.socket, address: ValkeyAddress) -> None:

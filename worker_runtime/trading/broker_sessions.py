@@ -90,7 +90,8 @@ class BrokerSessions:
 
     def connect_all(self, timeout: float) -> None:
         """Logs in to every account without a session, to several at once. Returns when one has a
-        session: the others go on. Raises an error, rather one that may pass, if none gets one."""
+        session: the others continue. Raises an error, rather one that may pass, if none gets
+        one."""
         until = time.monotonic() + timeout
         missing = [
             session

@@ -79,7 +79,7 @@ class Verified:
 @dataclass(frozen=True, kw_only=True)
 class UnresolvedOrder:
     """Activities `settle_absent` (it never reached the broker; False if it is known there by now)
-    and `demand_attention` (it goes on the list for a person; False if it is final by now)."""
+    and `demand_attention` (it is put on the list for a person; False if it is final by now)."""
 
     order_id: str
     reason: str

@@ -73,7 +73,7 @@ class OrderWorkflow:
 
     @workflow.signal(name="renew")
     def renew(self, *payload: Any) -> None:
-        """Goes on in a new run, after a release."""
+        """Continues in a new run, after a release."""
         self._renew = self._wake = True
 
     @workflow.query(name="view")

@@ -90,7 +90,7 @@ class RolloutWorkflow:
 
     @workflow.signal(name="renew")
     def renew(self, *payload: Any) -> None:
-        """Goes on in a new run, after a release of the orchestrator."""
+        """Continues in a new run, after a release of the orchestrator."""
         self._renew = True
 
     @workflow.query(name="view")

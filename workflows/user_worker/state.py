@@ -325,7 +325,7 @@ class UserWorkerState(UserWorkerFacts):
         return self._to(WorkerState.FAILED, now, reason=reason, extra=backoff)
 
     def _counting(self, crashes: Sequence[float], now: float) -> UserWorkerState:
-        """With these crashes beside the known ones, and without those that are too old."""
+        """With these crashes added to the known ones, and without those that are too old."""
         recent = sorted(at for at in {*self.crashes, *crashes} if now - at < CRASH_WINDOW)
         return replace(self, crashes=tuple(recent))
 

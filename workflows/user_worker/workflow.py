@@ -168,7 +168,7 @@ class UserWorkerWorkflow:
 
     @workflow.signal(name="renew")
     def renew(self, *payload: Any) -> None:
-        """Goes on in a new run with the same worker, after a release or to shorten the history."""
+        """Continues in a new run with the same worker: after a release, to shorten the history."""
         if is_empty_payload("renew", payload):
             self._life.renew = True
 

@@ -122,7 +122,7 @@ class WorkerPoolWorkflow:
 
     @workflow.signal(name="renew")
     def renew(self, *payload: Any) -> None:
-        """Goes on in a new run, after a release."""
+        """Continues in a new run, after a release."""
         self._renew = self._changed = True
 
     @workflow.update(name="set_target")

@@ -1,6 +1,6 @@
 """The list of orders that a person has to look at.
 
-`attention` stands beside an order's state and says why. It stays until the order is final: by a
+`attention` is next to an order's state and says why. It stays until the order is final: by a
 late event of the broker, a recheck, or the person.
 """
 

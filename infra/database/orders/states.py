@@ -18,7 +18,7 @@ RANK = {
     OrderState.QUEUED: 1,
     OrderState.SUBMITTING: 2,  # a worker is about to call the broker
     OrderState.UNKNOWN: 3,  # the call may have reached the broker
-    OrderState.NEEDS_ATTENTION: 4,  # only an event; an order has `attention` beside its state
+    OrderState.NEEDS_ATTENTION: 4,  # only an event; an order has `attention` next to its state
     OrderState.SUBMITTED: 5,  # the broker has it
     OrderState.PART_FILLED: 6,
     **dict.fromkeys(FINAL_ORDER_STATES, 7),

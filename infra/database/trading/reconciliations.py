@@ -45,7 +45,8 @@ class EarlierComparisons:
     begun: bool = False
     #: Whether a complete comparison had shares beyond full lots.
     odd_known: bool = False
-    #: Shares by symbol that are known beside our fills: held before Berth, or accepted by a person.
+    #: Shares by symbol that are known apart from our fills: held before Berth, or accepted by
+    #: a person.
     base: Counter[str] = field(default_factory=Counter)
     #: Differences that persons have closed, by kind.
     closed: dict[str, list[Any]] = field(default_factory=dict)
@@ -104,7 +105,7 @@ async def note_report(
 def note_first_comparison(
     session: AsyncSession, *, user_id: str, account_id: str, epoch: int, held: dict[str, list[Any]]
 ) -> None:
-    """Records what an account held beside our fills at its first complete comparison.
+    """Records what an account held apart from our fills at its first complete comparison.
 
     With the key `ODD_SHARES`, if perhaps of an empty list:
     the comparison had shares beyond full lots.

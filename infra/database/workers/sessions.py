@@ -63,7 +63,7 @@ class AssignmentResult:
     #: Another assignment of the user whose worker may still run; nothing was assigned (one-owner).
     unended: WorkerSession | None = None
     #: That assignment is the user's latest, was never fenced, and the user may have a worker: a run
-    #: that was started anew goes on with its worker.
+    #: that was started anew continues with its worker.
     adoptable: bool = False
 
 

@@ -110,7 +110,7 @@ AIMS: dict[str, tuple[Aim, ...]] = {
     ),
     "tiers": (
         Aim(
-            "pick-up beside a flooded tier, worst p99 (ms)",
+            "pick-up during a flood of another tier, worst p99 (ms)",
             50,
             lambda result: result["worst_p99_ms"],
         ),
@@ -204,7 +204,7 @@ def _beyond_lease(result: Result) -> float:
 
 
 def judge(aims: Sequence[Aim], result: Result) -> list[dict[str, Any]]:
-    """Return the aims of a benchmark beside what it measured, without those that it did not
+    """Return the aims of a benchmark with what it measured, without those that it did not
     measure."""
     judged = []
     for aim in aims:

@@ -126,7 +126,7 @@ def bench_flood(
     json: JsonFile = None,
     update_docs: UpdateDocs = False,
 ) -> None:
-    """Orders beside requests with keys that are malformed or made up; compared with quiet times."""
+    """Orders during requests with keys that are malformed or made up; compared with quiet times."""
     flood = {"seconds": seconds, "orders": orders, "requests": requests, "connections": connections}
     _bench({"flood": flood}, json, update_docs)
 

@@ -1,7 +1,7 @@
-"""`berth bench flood`: orders beside a flood of bad keys;
+"""`berth bench flood`: orders during a flood of bad keys;
 their p99 is to stay within twice its quiet value.
 
-One user places orders at a steady rate, each timed from when it was due. Beside them another
+One user places orders at a steady rate, each timed from when it was due. Meanwhile another
 process sends requests over kept-alive connections: keys of no shape, made-up keys of the right
 shape, and such that name a version of the API secret that is yet to come, for which an API process
 looks into the file again. Quiet times are measured before and after.
@@ -61,7 +61,7 @@ def measure(
     quiet = _paced(connection, user, orders, seconds)
     floods: dict[str, Any] = {}
     for kind in FLOODS:
-        say(f"orders beside keys that are {kind}")
+        say(f"orders during requests with keys that are {kind}")
         numbers = (str(requests), str(connections), str(seconds + _RAMP))
         words = [sys.executable, "-m", __name__, target.api_url, _bad_key(kind, target), *numbers]
         flood = subprocess.Popen(words, stdout=subprocess.PIPE)
@@ -108,9 +108,9 @@ def table(result: dict[str, Any]) -> None:
     rows = [(f"{result['orders_per_s']:g} orders/s, quiet", quiet)]
     for kind, flood in result["floods"].items():
         beside = f"{flood['per_s']:g}/s {kind}, {flood['statuses']}"
-        rows.append((f"beside {beside}", f"p50 {flood['p50_ms']}   p99 {flood['p99_ms']}"))
+        rows.append((f"during {beside}", f"p50 {flood['p50_ms']}   p99 {flood['p99_ms']}"))
     rows.append(("worst p99 by the quiet one", f"{result['worst_ratio']}"))
-    figures.print_table("flood: orders beside requests with bad keys (ms)", rows)
+    figures.print_table("flood: orders during requests with bad keys (ms)", rows)
 
 
 def send_flood(url: str, key: str, rate: float, connections: int, seconds: float) -> dict[str, Any]:

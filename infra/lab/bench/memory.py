@@ -37,7 +37,7 @@ def _mean(target: Target, only: set[str] | None = None) -> float:
 
 
 def run(workers: int = 10, settle: float = SETTLE) -> dict[str, Any]:
-    """Measures one idle worker alone, then `workers` of them, then an active one beside them.
+    """Measures one idle worker alone, then `workers` of them, then an active one next to them.
 
     Each time it waits `settle` seconds first.
     """

@@ -3,7 +3,7 @@ wait for a connection while many requests come at once.
 
 Users trade as fast as they are answered, readers list orders in between, and further users get a
 worker, all at once: many more requests than there are connections to PostgreSQL. The waits are the
-histograms that Prometheus is told; beside them, what the callers saw.
+histograms that Prometheus is told; next to them, what the callers saw.
 """
 
 from __future__ import annotations

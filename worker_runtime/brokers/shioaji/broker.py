@@ -53,7 +53,7 @@ _MIN_KEY = 10
 _BASE58 = frozenset("123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz")
 #: Seconds `close()` waits for the logout; the port allows a second in all.
 _LOGOUT_WAIT = 0.8
-#: Seconds that an order waits for its contract's info. The load goes on, for the next order.
+#: Seconds that an order waits for its contract's info. The load continues, for the next order.
 _INFO_WAIT = 0.5
 #: Seconds of a call's time that are kept for the way back from the SDK.
 _RETURN = 0.05
@@ -131,8 +131,8 @@ class ShioajiBroker:
         """Constructs the client, logs in,
         activates the certificate (production), loads the contracts.
 
-        A login that takes too long goes on in its thread, which logs out if it succeeds after all:
-        a person has only five connections.
+        A login that takes too long continues in its thread, which logs out if it succeeds after
+        all: a person has only five connections.
         """
         if self._down is not None:
             raise SessionDown(self._down)

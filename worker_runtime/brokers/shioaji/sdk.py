@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class CallTimedOut(Exception):
-    """The call has not returned in time. It goes on, and its outcome is unknown."""
+    """The call has not returned in time. It continues, and its outcome is unknown."""
 
 
 def call_within(seconds: float, work: Callable[[], T], late: Callable[[T], None]) -> T:

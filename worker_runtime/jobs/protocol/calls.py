@@ -99,7 +99,7 @@ def requeue(job_ids: Sequence[str], tag: str = job_keys.FLEET_TAG) -> QueueCall:
 
 def suspend(*, queue: str = "", runner: str = "", tag: str = job_keys.FLEET_TAG) -> QueueCall:
     """Stops claims of this queue, by runners of this name,
-    or all, until `resume`. Running jobs go on."""
+    or all, until `resume`. Running jobs continue."""
     return configure({halt_field(queue, runner): "1"}, tag)
 
 

@@ -83,7 +83,7 @@ def export_orders(arguments: ExportOrders, _context: JobContext) -> OrderExport:
 
 
 #: Bytes: far more than 40 KiB of packed orders need,
-#: and little beside a session in the same container.
+#: and little next to a session in the same container.
 _MEMORY = 128 * 1024 * 1024
 STATEMENT_JOB = JobType(
     name=JOB_KINDS[MakeStatement].name, arguments=MakeStatement, run=make_statement, memory=_MEMORY

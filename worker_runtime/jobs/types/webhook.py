@@ -8,7 +8,7 @@ from worker_runtime.jobs.protocol.catalog import JOB_KINDS, DeliverWebhook, Webh
 from worker_runtime.jobs.protocol.messages import JobFailed
 from worker_runtime.jobs.types.job_type import JobContext, JobType, RetryLater
 
-#: Statuses after which another attempt makes sense, beside all from 500 on.
+#: Statuses after which another attempt makes sense, in addition to all from 500 on.
 _PASSING = frozenset({408, 425, 429})
 
 

@@ -1,4 +1,4 @@
-"""The tables of the first release. The SQL stands beside this file, with a blank line between
+"""The tables of the first release. The SQL is next to this file, with a blank line between
 statements."""
 
 from pathlib import Path

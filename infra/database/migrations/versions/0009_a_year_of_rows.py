@@ -1,4 +1,4 @@
-"""Indexes for a year of rows, made while the service goes on. The SQL stands beside this file."""
+"""Indexes for a year of rows, made while the service continues. The SQL is next to this file."""
 
 from pathlib import Path
 

@@ -1,7 +1,7 @@
 """Signals: what a webhook's quantities mean, its life, the queue of its calls, names of symbols.
 
 Webhooks of before keep what they do: lots (unconfirmed), and entries that open their whole
-quantity. The SQL stands beside this file.
+quantity. The SQL is next to this file.
 """
 
 from pathlib import Path

@@ -1,8 +1,8 @@
 """A claimer's ledger: the worker of each of its claims, in a file that outlives the claimer.
 
 Claims and workers are numbers, so that millions fit in memory. The ledger stands for a workflow's
-history: the process that takes over goes on with the first claim that has no worker yet, under the
-same claim ids.
+history: the process that takes over continues with the first claim that has no worker yet, under
+the same claim ids.
 """
 
 from __future__ import annotations

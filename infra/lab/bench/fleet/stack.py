@@ -1,4 +1,4 @@
-"""A local stack whose workers are simulated, and the naive design's Temporal worker beside it.
+"""A local stack whose workers are simulated, and the naive design's Temporal worker next to it.
 
 Everything but the workers is real.
 """

@@ -1,10 +1,10 @@
 """`berth bench heartbeat`: is a mark ever renewed late, whatever starves or blocks the worker?
 
 A real worker (zygote, supervisor, session) runs in a cgroup with a CPU quota, with so much load
-beside it that the quota throttles, and its session hangs in broker calls of a minute. Beside it, in
-the same cgroup and for the same time, the naive design: an asyncio task in the session's loop that
-renews the mark, while a call of the same length blocks that loop. Valkey, the paper exchange and
-the watch are outside the cgroup; the watch takes the times from Valkey's clock.
+next to it that the quota throttles, and its session hangs in broker calls of a minute. Next to it,
+in the same cgroup and for the same time, the naive design: an asyncio task in the session's loop
+that renews the mark, while a call of the same length blocks that loop. Valkey, the paper exchange
+and the watch are outside the cgroup; the watch takes the times from Valkey's clock.
 
 A quota throttles only where the group could use more: one of as many CPUs as the host has (2 on 2
 cores), or on a host that is busy with other things, may never be used up. So `nr_throttled` is part

@@ -49,7 +49,7 @@ def _spin(cpu: float) -> None:
 
 
 def _load(naive: NaiveLease) -> None:
-    """Everything that is busy beside this process's main thread."""
+    """Everything that is busy in addition to this process's main thread."""
     if naive.load == "threads":
         for _ in range(naive.count):
             threading.Thread(target=_hash, daemon=True).start()
@@ -69,7 +69,7 @@ def _hash() -> None:
 
 
 def _renew(naive: NaiveLease) -> None:
-    """Renews once, makes everything busy, and goes on renewing in a thread."""
+    """Renews once, makes everything busy, and continues renewing in a thread."""
     client = Redis.from_url(naive.url, socket_timeout=60.0)
     client.eval(RENEW, 1, naive.key, naive.design)
 

@@ -35,8 +35,8 @@ from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import Job, JobCrashed, JobResult, JobStatus, read_result
 
-#: Runners that live at the same time, beside frozen ones. Some live for seconds: a runner has to
-#: watch another one for a whole lease before it takes its jobs back.
+#: Runners that live at the same time, in addition to frozen ones. Some live for seconds: a runner
+#: has to watch another one for a whole lease before it takes its jobs back.
 RUNNERS = 8
 _STEADY = 3
 #: Jobs that have not ended, at most.
@@ -289,7 +289,7 @@ class JobChaosRun:
         return job
 
     def _length(self, long: bool) -> float:
-        """Seconds of a job. A long one still runs elsewhere when its frozen runner goes on."""
+        """Seconds of a job. A long one still runs elsewhere when its frozen runner continues."""
         return (
             self._chance.uniform(0.5, 1.5) * self._lease if long else self._chance.uniform(0, 0.03)
         )

@@ -4,8 +4,8 @@ flushes and kills Valkey, judges the jobs.
 Every job writes a line into a ledger at its start and at its end. A proxy between each runner and
 Valkey kills the runner before a request arrives, or after it took effect and before the reply;
 other runners die at random times. Some are frozen instead, for less or more than a lease, with or
-without their children, and go on later: what they write then about jobs that were taken from them
-must change nothing. Jobs that may run twice must end as done. The others end as done or as
+without their children, and continue later: what they write then about jobs that were taken from
+them must change nothing. Jobs that may run twice must end as done. The others end as done or as
 `JOB_OUTCOME_UNKNOWN`, and never start a second time.
 
 A job that has seen three runners die is requeued from the failed queue, as an operator would do.

@@ -25,7 +25,7 @@ class FreezePlan:
     """How long a runner is frozen, and how long it lives afterwards."""
 
     seconds: float
-    #: Its children are frozen, too; otherwise they go on and end their jobs while nobody reads.
+    #: Its children are frozen, too; otherwise they continue and end their jobs while nobody reads.
     children: bool
     #: Seconds that it lives on afterwards.
     life: float
@@ -43,7 +43,7 @@ def plan_freeze(chance: random.Random, lease: float) -> FreezePlan:
 
 class FrozenProcess:
     """A process under SIGSTOP and, if wanted, its children. It keeps descriptors, because a process
-    id may be another's by the time they go on."""
+    id may be another's by the time they continue."""
 
     def __init__(self, pid: int, pidfd: int) -> None:
         """`pidfd` is duplicated."""
@@ -68,7 +68,7 @@ class FrozenProcess:
                 _send(pidfd, signal.SIGSTOP)
 
     def end(self) -> None:
-        """The children go on first, so that they end jobs late. To be called once."""
+        """The children continue first, so that they end jobs late. To be called once."""
         for pidfd in (*self._children, self._pidfd):
             _send(pidfd, signal.SIGCONT)
             os.close(pidfd)

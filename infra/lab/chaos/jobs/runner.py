@@ -22,7 +22,7 @@ class ProxiedRunner:
     """A runner that connects to Valkey through a socket of its own.
 
     All effects that others can see pass this proxy, so the product needs no code for it. With a
-    `FreezePlan` the runner is frozen at its step instead of killed; it goes on later, and is
+    `FreezePlan` the runner is frozen at its step instead of killed; it continues later, and is
     killed then. `on_end` is called once its process has ended, `on_freeze` when it is frozen
     and needs a replacement.
     """
@@ -90,7 +90,7 @@ class ProxiedRunner:
         self._spawn(self._inject_later(RunnerStep.ANY, seconds))
 
     def disarm(self) -> None:
-        """Injects no further fault. A frozen runner still goes on at its time."""
+        """Injects no further fault. A frozen runner still continues at its time."""
         self._spared = True
         self._step = self._freeze_plan = None
         for task in self._tasks:
@@ -112,17 +112,17 @@ class ProxiedRunner:
         return False
 
     async def thaw(self) -> None:
-        """Lets a frozen runner go on before its time."""
+        """Lets a frozen runner continue before its time."""
         self._thaw.set()
         await self.wait_thawed()
 
     async def wait_thawed(self) -> None:
-        """Waits until it goes on."""
+        """Waits until it continues."""
         if self._freezing is not None:
             await asyncio.wait([self._freezing])
 
     async def _freeze(self, step: RunnerStep, plan: FreezePlan) -> None:
-        """Runs as a task that is never cancelled before the process goes on."""
+        """Runs as a task that is never cancelled before the process continues."""
         still = FrozenProcess(self.pid, self._pidfd)
         began = time.monotonic()
         try:

@@ -59,7 +59,7 @@ def promote_copy(valkey: ValkeyServer, made: Path) -> None:
     made.rename(log)
 
 
-#: Seconds for which the broker's lists go on to lag after a rewind: longer than a new worker needs
+#: Seconds for which the broker's lists still lag after a rewind: longer than a new worker needs
 #: to log in.
 LISTS_LAG = 4.0
 #: One user in three loses the worker in a rewind, and with a host.

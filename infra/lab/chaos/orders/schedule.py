@@ -87,7 +87,7 @@ _SERVERS = (
     (FaultTarget.POSTGRES, FaultKind.RESTART),
     (FaultTarget.EXCHANGE, FaultKind.RESTART),
     (FaultTarget.HOST, FaultKind.KILL),
-    #: For longer than marks live; then the workers come back beside their successors.
+    #: For longer than marks live; then the workers come back next to their successors.
     (FaultTarget.HOST, FaultKind.STOP),
     (FaultTarget.API_CLOCK, FaultKind.SKEW),
     (FaultTarget.ACCOUNT, FaultKind.REJECT),

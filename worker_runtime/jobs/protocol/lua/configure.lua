@@ -1,10 +1,10 @@
 -- Changes settings that a claim reads: limits, rates, weights, suspensions. They hold from the next claim on.
--- Running jobs go on, and jobs that were given a time by a rate keep it.
+-- Running jobs continue, and jobs that were given a time by a rate keep it.
 --
 -- KEYS[1] settings   jobs:{tag}:meta
 -- ARGV    field, value, field, value, …; an empty value removes the setting
 --
--- All runners get a message: one that waits for a limit may go on now, one that is suspended stops claiming.
+-- All runners get a message: one that waits for a limit may continue now, one that is suspended stops claiming.
 -- Safe to repeat. Returns the number of settings that have changed.
 open(KEYS[1])
 local changed = 0

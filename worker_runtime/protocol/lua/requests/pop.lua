@@ -9,7 +9,7 @@
 -- ARGV[1] epoch of the caller
 -- ARGV[2] worker id of the caller
 -- ARGV[3] session id, <worker>:<number>: a new one after each restart of the session process
--- ARGV[4] pop number, growing by one with each new pop; it goes on growing when the session process is replaced
+-- ARGV[4] pop number, growing by one with each new pop; it keeps growing when the session process is replaced
 -- ARGV[5] 'control': leave the requests where they are; '' or missing: take what is next
 --
 -- A repeat with the same session and number returns the same item: a lost reply loses no order. (A repeat
