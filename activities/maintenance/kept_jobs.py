@@ -211,7 +211,7 @@ class KeptJobSweeper:
         if not user_id or job_keys.application_of_tag(user_id):
             return
         if not await self._client.exists(keys.mark(user_id)):
-            self._starter.ensure(user_id, mark_missing=True)
+            self._starter.ensure(user_id, check_worker=True)
 
     async def _enqueue_again(self, row: KeptJob) -> None:
         job = self._kept.unseal(row)

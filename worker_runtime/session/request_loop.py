@@ -233,10 +233,10 @@ class RequestLoop:
     def _handle(self, item: QueueItem) -> bool:
         """Handles one item; returns whether to pop again."""
         if item.kind == "control":
-            waiting = not self.broker_sessions.loaded
+            had_credentials = self.broker_sessions.loaded
             self._control.handle(item.raw)
             # Again before the first request: a late pop of the predecessor may have arrived since.
-            self._leftovers_due = waiting and self.broker_sessions.loaded
+            self._leftovers_due = not had_credentials and self.broker_sessions.loaded
         elif item.kind == "request":
             self._shared_state.last_activity_ms = wall_ms()
             try:

@@ -288,9 +288,8 @@ class OrderSubmitter:
         it came from does not know who may trade."""
         if self._may_be_in_older_copy(order, item):
             raise OutcomeUnknown(
-                "the order was queued before this server of Valkey came, and before this worker "
-                "did: the worker before it may have submitted it, and the queue may be an older "
-                "copy"
+                "Valkey was replaced and may hold old data. An earlier worker may have submitted "
+                "this order. Berth asks the broker."
             )
         if item.switch_is_stale:
             if item.seconds_left() <= 0:
@@ -305,8 +304,8 @@ class OrderSubmitter:
         """Returns True if an earlier worker of this user may have executed the order already.
 
         A server that was promoted or restarted may have lost its last writes, among them the pop of
-        the order. This worker knows what it has submitted itself; its predecessor, which ended
-        before the claim, does not say any more.
+        the order. This worker knows what it has submitted itself. The previous worker has ended
+        and cannot be asked.
         """
         if not order.lifetime_ms or self.shared_state.epoch <= 1:
             return False
