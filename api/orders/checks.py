@@ -66,7 +66,7 @@ class PreTradeChecks:
         self._check_market_open(order, usage, plugin, market)
         if not order.reduce_only:  # a user's limits are for orders that can increase a position
             self._check_quantity(order, usage)
-        refuse_quantity(order, market)  # after the user's own limit, which is usually the lower one
+        refuse_quantity(order, market)
         if order.reduce_only:
             return NO_BOUNDS
         max_price = self._check_notional(order, usage, lot_value, market.currency)
@@ -301,6 +301,8 @@ def refuse_mixed_terms(new: CheckedTerms, market: MarketRule) -> None:
             f"This order closes a position, but `{new.open_close}` opens one. Use `auto` or "
             "`cover`."
         )
+    if new.lot != OrderLot.COMMON:  # for common lots the account's own limit comes first
+        refuse_quantity(new, market)
 
 
 def refuse_quantity(new: CheckedTerms, market: MarketRule) -> None:

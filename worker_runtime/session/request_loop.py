@@ -167,7 +167,9 @@ class RequestLoop:
             self._log.info("lease_back")
             self._shared_state.state = self.broker_sessions.state()
             self._may_have_work = True
-        if self._postponed.take_end() or (not self._switch_is_current and self._switch_check.due()):
+        if self._postponed.take_expiry() or (
+            not self._switch_is_current and self._switch_check.due()
+        ):
             self._may_have_work = True
         if self._may_have_work and self._retry.due():
             self._serve_queue()

@@ -84,7 +84,7 @@ def check_switch(switch: UserSwitch, order: PlaceOrder | ReplaceOrder) -> None:
         raise ReducingOnly
 
 
-def check_price(request: PlaceOrder | ReplaceOrder, broker: Broker) -> None:
+def check_price_bounds(request: PlaceOrder | ReplaceOrder, broker: Broker) -> None:
     """Raises `PriceBand` or `NotionalLimit`. Without a reference price nothing is refused."""
     most_price = request.most_price if isinstance(request, PlaceOrder) else None
     if request.price_band is None and most_price is None:
@@ -246,7 +246,7 @@ class OrderSubmitter:
                 return known
             # Checked after the list above, which may have settled some.
             self.unknown_outcomes.check_order(order, item)
-            check_price(order, broker)
+            check_price_bounds(order, broker)
             self._spend_budget(order, item)
             outcome = self._submit(order, item, broker)
             if outcome.state is OrderState.UNKNOWN:
