@@ -1,8 +1,7 @@
-"""Every activity call of the workflows, once:
-queue, time limits, retries, and the reason for each number.
+"""Makes each activity call of the workflows: queue, time limits, retries, and why these numbers.
 
 A call that failed raises a `FailureError`: `ActivityError` around the cause for a regular activity,
-the cause itself for a local one. Activities are called by name, because this room must not import
+the cause itself for a local one. Activities are called by name, because this layer must not import
 them. All of them are safe to run twice. Durations are seconds. No call is retried for ever: when
 its time is over, the workflow's state shows why.
 """

@@ -184,7 +184,7 @@ class ClaimActivities:
             try:
                 return await self._try_to_assign(request, avoid.version if avoid else "", refused)
             except _EntryRefused as error:
-                if error.worker_id in refused:  # it writes the claim's note, too
+                if error.worker_id in refused:  # discarding had no effect
                     break
                 refused.add(error.worker_id)
                 log.error(
@@ -243,8 +243,8 @@ class ClaimActivities:
         self, session: AsyncSession, request: ClaimRequest
     ) -> worker_sessions.AssignmentResult:
         """Writes the assignment of this claim id, or reads it if it is there. The epoch is 0 if
-        nothing was written: for an unknown user, after too many crashes, or if the request may only
-        adopt."""
+        there is none and none was written: for an unknown user, after too many crashes, while
+        another assignment of the user may have its worker, or if the request may only adopt."""
         try:
             return await worker_sessions.assign_epoch(
                 session,

@@ -37,8 +37,10 @@ from worker_runtime.jobs.protocol.messages import JobFailed, JobResult, JobStatu
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import Failure
 
-#: Milliseconds that a round waits for a message about a job, and seconds between two rounds.
-PERIOD_MS, PAUSE = 2000, 0.5
+#: How long a round waits for a message about a job.
+NEWS_WAIT_MS = 2000
+#: Seconds between two rounds.
+ROUND_INTERVAL_S = 0.5
 #: Jobs of one round, and news that are read at once.
 MAX_JOBS_PER_ROUND = 500
 
@@ -77,8 +79,8 @@ class KeptJobSweeper:
     async def run(self) -> None:
         while True:
             try:
-                await self.know_applications()
-                await self.hear_ends()
+                await self.load_applications()
+                await self.mark_ended_jobs_due()
                 await self.restore_settings()
                 while await self.sweep() == MAX_JOBS_PER_ROUND:
                     pass
@@ -86,10 +88,10 @@ class KeptJobSweeper:
                 log.warning(
                     "kept_jobs_not_swept", error=type(error).__name__, reason=str(error)[:200]
                 )
-                await asyncio.sleep(PERIOD_MS / 1000)
-            await asyncio.sleep(PAUSE)
+                await asyncio.sleep(NEWS_WAIT_MS / 1000)
+            await asyncio.sleep(ROUND_INTERVAL_S)
 
-    async def know_applications(self) -> None:
+    async def load_applications(self) -> None:
         """Reads which applications there are, and which of their keys count."""
         tags = {job_keys.application_tag(name) for name in await self._directory.load()}
         tags.add(job_keys.FLEET_TAG)
@@ -118,7 +120,7 @@ class KeptJobSweeper:
                 await users.revoke(tag, keys_of_retired)
                 self._logins[name] = application.generations
 
-    async def hear_ends(self, block: int = PERIOD_MS) -> None:
+    async def mark_ended_jobs_due(self, block: int = NEWS_WAIT_MS) -> None:
         """Has jobs of the fleet and of applications checked as soon as they end: until an end is
         noted, a flush of Valkey would have the job run again. Waits `block` ms for news."""
         tags = {job_keys.events(tag): tag for tag in self._cursors}
@@ -211,7 +213,7 @@ class KeptJobSweeper:
         if not user_id or job_keys.application_of_tag(user_id):
             return
         if not await self._client.exists(keys.mark(user_id)):
-            self._starter.ensure(user_id, mark_missing=True)
+            self._starter.ensure(user_id, check_worker=True)
 
     async def _enqueue_again(self, row: KeptJob) -> None:
         job = self._kept.unseal(row)

@@ -162,7 +162,7 @@ class OrderSweeper:
                 "order_queued_by_sweeper", order=str(order.id), left=round(due.seconds_left, 1)
             )
         if not queued.has_live_worker:
-            self.starter.ensure(order.user_id, mark_missing=True)  # other orders do not wait for it
+            self.starter.ensure(order.user_id, check_worker=True)  # other orders do not wait for it
 
     async def _settle_overdue(self, due: DueOrder) -> None:
         order = due.order

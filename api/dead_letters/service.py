@@ -71,7 +71,7 @@ async def _requeue(services: Services, letter: DeadLetterRow) -> None:
     if job_keys.application_of_tag(letter.user_id):
         return
     if letter.user_id and not await services.valkey.exists(keys.mark(letter.user_id)):
-        services.starter.ensure(letter.user_id, mark_missing=True)
+        services.starter.ensure(letter.user_id, check_worker=True)
 
 
 async def dismiss_letter(call: AuthorizedCall, letter: DeadLetterRow) -> None:

@@ -94,7 +94,7 @@ class JobService:
             options["group"] = group
         state = await self._put(request, work, user_id, request.job_id or str(uuid4()), **options)
         if not state.ended and not await self.queue.has_live_worker(user_id):
-            self.starter.ensure(user_id, mark_missing=True).add_done_callback(self._started)
+            self.starter.ensure(user_id, check_worker=True).add_done_callback(self._started)
         return view(state)
 
     async def enqueue_fleet_job(

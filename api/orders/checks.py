@@ -62,14 +62,14 @@ class PreTradeChecks:
         _refuse_expired(usage.certificate_expires_at)
         plugin, market = market_of(usage.broker, usage.broker_type)
         refuse_mixed_terms(order, market)
-        lot = await self._check_symbol(order, plugin, market)
+        lot_value = await self._check_symbol(order, plugin, market)
         self._check_market_open(order, usage, plugin, market)
         if not order.reduce_only:  # a user's limits are for orders that can increase a position
             self._check_quantity(order, usage)
         refuse_quantity(order, market)
         if order.reduce_only:
             return NO_BOUNDS
-        max_price = self._check_notional(order, usage, lot, market.currency)
+        max_price = self._check_notional(order, usage, lot_value, market.currency)
         if is_new:
             await self._check_daily_orders(order, usage)
         window, band = usage.limits.duplicate_window_s, usage.limits.price_band
@@ -118,7 +118,7 @@ class PreTradeChecks:
         """Returns what is known of the order's symbol (None: there is no such symbol), and what the
         broker's list says of it."""
         loaded = await self._loaded.find(plugin.record.name, order.symbol)
-        # The operator's list is of the home markets.
+        # The operator's symbols file covers only the home markets.
         symbols = instruments.Instruments() if plugin.distribution else self._instruments
         terms = symbols.find(
             order.symbol,
@@ -190,17 +190,18 @@ class PreTradeChecks:
             )
 
     def _check_notional(
-        self, order: CheckedTerms, usage: AccountUsage, lot: Decimal | None, currency: str
+        self, order: CheckedTerms, usage: AccountUsage, lot_value: Decimal | None, currency: str
     ) -> Decimal | None:
-        """Checks the order's value. Returns the highest price at which a market order is within the
-        limit; None for other orders, and if limit or value is not known."""
+        """Checks the order's value; `lot_value`: as `_check_symbol` returns it. Returns the highest
+        price at which a market order is within the limit; None for other orders, and if limit or
+        value is not known."""
         own = usage.limits.max_notional
         limit = self._settings.check_max_notional or None if own is None else own
-        if limit is None or (lot is None and limit):
+        if limit is None or (lot_value is None and limit):
             return None
-        if order.price is None and limit and lot is not None:
-            return min(round(limit / (order.quantity * lot), 6), limit)
-        value = (order.price or Decimal(0)) * order.quantity * (lot or Decimal(0))
+        if order.price is None and limit and lot_value is not None:
+            return min(round(limit / (order.quantity * lot_value), 6), limit)
+        value = (order.price or Decimal(0)) * order.quantity * (lot_value or Decimal(0))
         if value > limit or not limit:
             raise errors.NotionalLimit(
                 f"{value.normalize():f} {currency} is above this account's limit of"

@@ -77,7 +77,7 @@ class PlacementResult:
     order: schemas.OrderView
     #: False: the client order id was used before, and this is that order.
     new: bool
-    #: Why the order was not executed, or is not known to be on its way.
+    #: Why the order was not executed, or why it may not have been queued.
     failure: BerthError | None = None
 
     @classmethod
@@ -334,9 +334,8 @@ class OrderPlacer:
         # After a loss of Valkey's data, the sweeper settles the order.
         if not is_waiting or row.generation != generation or accepted.seconds_left <= 0:
             return PlacementResult(order, new=False, failure=failure_of(order))
-        # None: the first order's lifetime. With the time left until `not_after`, the order would
-        # look as if it was accepted now, and a worker could take it for one newer than an older
-        # copy of Valkey.
+        # None: use the stored lifetime. A shorter one would make the order look newer than Valkey's
+        # data, and it could be submitted twice.
         request = self._request_of(row, bounds, None, "")
         return PendingOrder(row, request, began + accepted.seconds_left, began, latest_view=order)
 

@@ -64,7 +64,7 @@ def special_terms(*terms: OrderLot | OrderCondition | OpenClose | None) -> list[
     return [term.value for term in terms if term is not None and term not in _USUAL]
 
 
-def check_price(price_type: PriceType, price: Decimal | None) -> None:
+def require_matching_price(price_type: PriceType, price: Decimal | None) -> None:
     """Raises `ValueError` unless there is a price exactly with a limit order."""
     if price_type is PriceType.LIMIT and price is None:
         raise ValueError("a limit order needs a price")
@@ -102,7 +102,7 @@ class OrderRequest(Body):
 
     @model_validator(mode="after")
     def _price_fits_its_type(self) -> Self:
-        check_price(self.price_type, self.price)
+        require_matching_price(self.price_type, self.price)
         return self
 
     @property

@@ -88,7 +88,7 @@ class PricedBody(Body):
 
     @model_validator(mode="after")
     def _price_fits_its_type(self) -> Self:
-        orders.check_price(self.price_type, self.price)
+        orders.require_matching_price(self.price_type, self.price)
         return self
 
     @property

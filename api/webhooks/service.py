@@ -46,7 +46,7 @@ KEEPER_INTERVAL_S = 2.0
 #: Signals of the release before that one round takes over.
 MAX_TAKEN_OVER = 20
 #: Seconds within which a webhook's signals are counted.
-COUNTED = 60.0
+COUNT_WINDOW_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +309,10 @@ class SignalReceiver:
         """Counts a call. Raises `WebhookBusy` when too many of its kind came within a minute."""
         try:
             self.limits.charge(
-                "webhook", f"{webhook.id}{kind}", self.settings.webhook_rate / COUNTED, COUNTED
+                "webhook",
+                f"{webhook.id}{kind}",
+                self.settings.webhook_rate / COUNT_WINDOW_S,
+                COUNT_WINDOW_S,
             )
         except errors.TooManyRequests as error:
             busy = errors.WebhookBusy(f"more than {self.settings.webhook_rate} calls in a minute")

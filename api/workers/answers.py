@@ -32,19 +32,19 @@ from infra.valkey.request_queue import QueuedRequest
 from infra.worker_calls.answers import AnswerReader
 from worker_runtime.protocol import keys
 
-#: Seconds between two checks at the generation; a flushed or frozen Valkey is noticed within this
+#: Seconds between two checks of the generation; a flushed or frozen Valkey is noticed within this
 #: time plus the client's socket timeout.
 CHECK_INTERVAL_S = 1.0
-#: Seconds until the first look at the response key of a repeated request, perhaps of another
-#: process: its answer may be published there, and only the response key is ours to see.
+#: Seconds until the first look at the response key of a repeated request. The first request may
+#: have come through another process, which then receives the published answer; we read the response
+#: key.
 FIRST_REPEAT_LOOK_S = 0.05
 #: Seconds between two attempts to reconnect.
 RECONNECT_INTERVAL_S = 0.1
-#: Seconds for the first attempt: a Valkey that is gone fails it at once, one that stands still, as
-#: a busy host does for 2 to 3 s, is waited for.
+#: Seconds for the first attempt. If Valkey is down, the attempt fails at once. If its host stalls
+#: (2 to 3 s when busy), we wait.
 FIRST_CONNECT_TIMEOUT_S = 5.0
-#: Users whose channels are listened to;
-#: the one that asked for nothing for the longest time goes first.
+#: Users whose channels are listened to; the least recently used is dropped first.
 MAX_CHANNELS = 10_000
 #: The listener unsubscribes from a channel for `UNSUBSCRIBED_FOR_S` seconds when more than this
 #: many KiB that nobody awaits arrive on it within `FLOOD_WINDOW_S` seconds; each message counts as
@@ -82,8 +82,8 @@ class AnswerChannels:
         return keys.answers(f"{self._prefix}:{tag}")
 
     def listen(self, user_id: str, link: ValkeyLink | None) -> None:
-        """Subscribes to the user's channel,
-        ahead of all that is sent on this connection from now on."""
+        """Subscribes to the user's channel, ahead of all that is sent on this connection from now
+        on."""
         channel = self._by_user.get(user_id)
         if channel is None:
             channel = _Channel(user_id, self.name_of(user_id))
@@ -138,7 +138,7 @@ class AnswerListener(AnswerReader):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._generation: str | None = None
-        #: Why there is none.
+        #: Why there is no generation.
         self._why_not = UNREACHABLE
         self._link: ValkeyLink | None = None
         #: Set after the first attempt to connect, whatever came of it.
@@ -234,7 +234,7 @@ class AnswerListener(AnswerReader):
             await self.read_pending(request_id)
 
     async def _listen(self, link: ValkeyLink) -> None:
-        """Returns never; raises the reason when the connection is lost."""
+        """Never returns; raises the reason when the connection is lost."""
         checking = asyncio.create_task(self._check(link))
         try:
             either: set[asyncio.Future[Any]] = {checking, link.lost}

@@ -102,7 +102,7 @@ async def start_worker(
     await call.database.fetch(accounts.require_login, user_id)
     await call.audit("worker.start_requested", f"user:{user_id}", reason=reason)
     marked = await call.services.valkey.exists(keys.mark(user_id))
-    task = call.services.starter.ensure(user_id, mark_missing=not marked)
+    task = call.services.starter.ensure(user_id, check_worker=not marked)
     await asyncio.wait({task}, timeout=wait)
     if not task.done() or task.cancelled():
         return _accepted_response(call, user_id, "start")

@@ -129,7 +129,8 @@ class JobClient:
             os.write(2, line)  # at once, so that lines of several processes do not mix
 
     async def cancel(self, job_id: str, *, tag: str = job_keys.FLEET_TAG) -> bool:
-        """Ends a waiting job, has a running one killed. False if there is none, or it has ended."""
+        """Ends a waiting job, or has a running one killed. Returns False if there is no such job,
+        or it has ended."""
         state = await self.get(job_id, tag=tag)
         if state is None or state.ended:
             return False
@@ -138,7 +139,7 @@ class JobClient:
         return reply_text(reply) in ("cancelled", "asked")
 
     async def count_waiting(self, names: list[tuple[str, str]], *, tag: str) -> int:
-        """The number of waiting jobs of these (queue, type), and of all delayed ones."""
+        """Counts the waiting jobs of these (queue, type), and all delayed ones."""
         pipeline = self._client.pipeline(transaction=False)
         for queue, name in names:
             pipeline.zcard(job_keys.subqueue(tag, queue, name))
@@ -146,54 +147,49 @@ class JobClient:
         return sum(await pipeline.execute())
 
     async def count_request(self, *, tag: str) -> int:
-        """Counts a request for a job; returns the number
-        of requests in the time that a result is kept."""
+        """Counts a request for a job. Returns the number of requests in the time that a result is
+        kept."""
         pipeline = self._client.pipeline(transaction=True)
         pipeline.set(job_keys.recent_requests(tag), 0, ex=RESULT_TTL, nx=True)
         pipeline.incr(job_keys.recent_requests(tag))
         return int((await pipeline.execute())[1])
 
     async def get(self, job_id: str, *, tag: str = job_keys.FLEET_TAG) -> JobState | None:
-        """The job; None if there is none, or its result has expired. Raises `MalformedMessage` for
-        what no job can be: a user's worker may write any of it."""
+        """Returns the job; None if there is none, or its result has expired. Raises
+        `MalformedMessage` for a value that is not a job: a user's worker may write any of it."""
         names, max_bytes = [job_keys.job(tag, job_id)], 2 * MAX_MESSAGE
         [flat] = await valkey.run_script(self._client, READ_BOUNDED, names, ["hash", max_bytes])
         stored = await valkey.reply_of(
             self._client.getrange(job_keys.result(tag, job_id), 0, max_bytes)
         )
         if flat == []:
-            raise MalformedMessage(f"job {job_id}: what stands in Valkey is none")
-        told = dict(zip(map(reply_text, (flat or ())[::2]), (flat or ())[1::2], strict=True))
-        if (
-            told
-            and not stored
-            and reply_text(told.get("state", b"")) not in (*OPEN_STATES, "failed")
-        ):
-            stored = b"{"  # no script leaves a job so: nobody knows how it ended
-        kept = stored or told.get("failure")
-        result = None if kept is None else self._result(kept, job_id, tag)
-        if stored and result is not None:
-            told["state"] = result.ended_as.encode()
-        return _state(job_id, told, result)
+            raise MalformedMessage(f"job {job_id}: the value in Valkey is not a job")
+        fields = dict(zip(map(reply_text, (flat or ())[::2]), (flat or ())[1::2], strict=True))
+        stored_state = reply_text(fields.get("state", b""))
+        if fields and not stored and stored_state not in (*OPEN_STATES, "failed"):
+            # No script leaves a job in this state, so its outcome is unknown.
+            return _state_after_end(job_id, fields, _unknown_end(job_id))
+        if stored:
+            return _state_after_end(job_id, fields, self._result(stored, job_id, tag))
+        failure = fields.get("failure")
+        result = None if failure is None else self._result(failure, job_id, tag)
+        return _state(job_id, fields, result)
 
     def _result(self, kept: bytes, job_id: str, tag: str) -> JobResult:
-        """How the job ended, as far as its runner or a service says so."""
+        """Reads how the job ended, as far as its runner or a service says so."""
         try:
             return read_signed_result(kept, job_id, self.secrets.job_keys(tag))
         except BerthError as error:
             # A script writes it without a MAC when a runner has died, as anybody might.
             if not kept.startswith(b"{") and self._refused.add(job_id):
                 log.error("job_result_not_authentic", job_id=job_id, tag=tag, code=error.code)
-            failure = Failure.of(
-                JobOutcomeUnknown("its runner died while it ran, or did not write its end")
-            )
-            return JobResult(job_id=job_id, status=JobStatus.FAILED, failure=failure)
+            return _unknown_end(job_id)
 
     async def wait(
         self, job_id: str, seconds: float, *, tag: str = job_keys.FLEET_TAG
     ) -> JobState | None:
-        """As `get`, once the job has ended or `seconds` have passed;
-        at once if too many calls wait."""
+        """Returns what `get` returns once the job has ended or `seconds` have passed; at once if
+        too many calls wait."""
         if seconds <= 0 or self._waiters.locked():
             return await self.get(job_id, tag=tag)
         until = time.monotonic() + seconds
@@ -216,6 +212,16 @@ class JobClient:
             finally:
                 with suppress(RedisError, OSError):
                     await pubsub.aclose()  # type: ignore[no-untyped-call]
+
+
+def _unknown_end(job_id: str) -> JobResult:
+    error = JobOutcomeUnknown("its runner died while it ran, or did not write its end")
+    return JobResult(job_id=job_id, status=JobStatus.FAILED, failure=Failure.of(error))
+
+
+def _state_after_end(job_id: str, fields: dict[str, bytes], result: JobResult) -> JobState | None:
+    """Returns the state that `result` says, whatever state the job's fields have."""
+    return _state(job_id, {**fields, "state": result.ended_as.encode()}, result)
 
 
 def _state(job_id: str, fields: dict[str, bytes], result: JobResult | None) -> JobState | None:

@@ -96,15 +96,18 @@ class WorkerStarter:
         self._deadline = settings.claim_timeout + settings.launch_timeout + settings.connect_timeout
         self._running: SharedTasks[str, ActiveWorker] = SharedTasks(_log_failure)
 
-    def ensure(self, user_id: str, *, mark_missing: bool) -> asyncio.Task[ActiveWorker]:
+    def ensure(self, user_id: str, *, check_worker: bool) -> asyncio.Task[ActiveWorker]:
         """Returns the task that makes the user's worker Active. Callers wait for it; they must not
         cancel it.
 
-        It fails with a `BerthError`: the reason the workflow gave, `TemporalUnavailable` at once
-        when Temporal is down, `WorkerUnavailable` after the timeouts of claim, launch and connect
-        together.
+        `check_worker`: do not believe an Active state, but check the worker first. It is ignored
+        while another caller's start is under way.
+
+        The task fails with a `BerthError`: the reason the workflow gave, `TemporalUnavailable` at
+        once when Temporal is down, `WorkerUnavailable` after the timeouts of claim, launch and
+        connect together.
         """
-        return self._running.join(user_id, lambda: self._ensure(user_id, mark_missing))
+        return self._running.join(user_id, lambda: self._ensure(user_id, check_worker))
 
     async def ensure_active(self, user_id: str, stay_until: float = 0.0) -> None:
         """Returns when the user's worker is Active; it does not count as idle before `stay_until`
@@ -113,7 +116,7 @@ class WorkerStarter:
             await self._ensure(user_id, True, stay_until)
             return
         # Shielded: another caller may wait for the same task.
-        await asyncio.shield(self.ensure(user_id, mark_missing=True))
+        await asyncio.shield(self.ensure(user_id, check_worker=True))
 
     async def adopt(self, user_id: str, pool: str) -> None:
         """Starts the user's workflow for the worker that the user has; one that runs continues.
@@ -137,7 +140,7 @@ class WorkerStarter:
         await self._running.close()
 
     async def _ensure(
-        self, user_id: str, mark_missing: bool, stay_until: float = 0.0
+        self, user_id: str, check_worker: bool, stay_until: float = 0.0
     ) -> ActiveWorker:
         began = time.monotonic()
         down_since: float | None = None
@@ -147,7 +150,7 @@ class WorkerStarter:
             asked = time.monotonic()
             try:
                 async with asyncio.timeout(seconds_left):
-                    active = await self._call(user_id, mark_missing, stay_until)
+                    active = await self._call(user_id, check_worker, stay_until)
                 ms = round((time.monotonic() - began) * 1000, 1)
                 log.info("ensure_active", user=user_id, worker=active.worker.worker_id, ms=ms)
                 return active
@@ -165,7 +168,7 @@ class WorkerStarter:
             pause = min(pause * 2, 0.5)
         raise WorkerUnavailable(f"no worker within {self._deadline:.0f} s ({reason.detail})")
 
-    async def _call(self, user_id: str, mark_missing: bool, stay_until: float) -> ActiveWorker:
+    async def _call(self, user_id: str, check_worker: bool, stay_until: float) -> ActiveWorker:
         start: WithStartWorkflowOperation[object, object] = WithStartWorkflowOperation(
             USER_WORKER,
             UserWorkerInput(user_id=user_id, pool=self._pool, settings=self._settings),
@@ -182,7 +185,7 @@ class WorkerStarter:
             active: ActiveWorker = await self._client.execute_update_with_start_workflow(
                 "ensure_active",
                 EnsureActive(
-                    request_id=request_id, mark_missing=mark_missing, stay_until=stay_until
+                    request_id=request_id, mark_missing=check_worker, stay_until=stay_until
                 ),
                 start_workflow_operation=start,
                 id=request_id,

@@ -46,7 +46,7 @@ class QueuedRequest:
 class ClientOrderIdTaken(Exception):
     """Another order was queued under this client order id, but PostgreSQL has lost it.
 
-    What became of it the broker knows, by its `tag`.
+    The broker's list shows its outcome under `tag`.
     """
 
     def __init__(self, order_id: str, tag: str) -> None:

@@ -84,7 +84,7 @@ class AnswerReader:
         return answer
 
     async def read_pending(self, request_id: str) -> Answer | None:
-        """Reads as `read` does the answer to a request that is expected here."""
+        """Reads the answer to a pending request; see `read`."""
         pending = self._pending.get(request_id)
         if pending is None:
             return None

@@ -221,7 +221,7 @@ class WorkerClient:
     ) -> BerthError | None:
         """Starts a worker, and waits for it or for the answer.
         Returns the error if none will start."""
-        task = self.starter.ensure(user_id, mark_missing=True)
+        task = self.starter.ensure(user_id, check_worker=True)
         either: set[asyncio.Future[Any]] = {task, answer}
         await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         if answer.done() or not task.done() or task.cancelled():

@@ -57,7 +57,7 @@ class ApplicationOwner:
         """Each orchestrator reads again which keys count, once it may (2 s)."""
         await asyncio.sleep(2.1)
         for orchestrator in self.orchestrators:
-            await orchestrator.know_applications()
+            await orchestrator.load_applications()
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ async def owner(
         await add_application(session, "shop", "a test")
     owner = ApplicationOwner(database, valkey_client, tmp_path / "message.key")
     for orchestrator in owner.orchestrators:
-        await orchestrator.know_applications()
+        await orchestrator.load_applications()
     yield owner
     await valkey_client.execute_command("ACL", "DELUSER", f"fleet-{TAG}")  # type: ignore[no-untyped-call]
     await database.close()
@@ -96,7 +96,7 @@ async def test_a_retired_key_ends_its_runners_at_both_orchestrators_and_on_a_new
             await runner.ping()
         # A server that has lost its users gets them again from an orchestrator that has just begun.
         await owner.client.execute_command("ACL", "DELUSER", f"fleet-{TAG}")  # type: ignore[no-untyped-call]
-        await owner.orchestrator().know_applications()
+        await owner.orchestrator().load_applications()
         with pytest.raises(AuthenticationError):
             await runner.ping()
         present = secrets.application_keys("shop", (2,))

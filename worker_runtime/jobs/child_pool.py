@@ -36,7 +36,7 @@ from worker_runtime.protocol.errors import BerthError
 #: Seconds that a runner's entry outlives the timeout of its longest job.
 _BEYOND_TIMEOUT = 60
 #: Bytes of output that are kept from the beginning, and from the end.
-_HALF = 8192
+_MAX_HALF_BYTES = 8192
 #: Bytes of one read. Each job is followed by one, mostly in vain:
 #: memory for 64 KiB cost more than the call.
 _CHUNK = 16384
@@ -80,9 +80,9 @@ class OutputCapture:
 
     def _add(self, data: bytes) -> None:
         self._size += len(data)
-        room = _HALF - len(self._head)
+        room = _MAX_HALF_BYTES - len(self._head)
         self._head += data[:room]
-        self._tail = (self._tail + data[room:])[-_HALF:]
+        self._tail = (self._tail + data[room:])[-_MAX_HALF_BYTES:]
 
 
 class NotForked(BerthError, code="JOB_NOT_FORKED", retryable=True):

@@ -36,8 +36,8 @@ PATIENT = Listening(20, 5.0)
 PROMPT = Listening(1, 0.6)
 #: Signal that asks the zygote to fork a job runner.
 JOB_RUNNER_WANTED = signal.SIGUSR1
-_CONNECT_TIMEOUT = 0.25
-_TIMEOUT = 0.5
+_CONNECT_TIMEOUT_S = 0.25
+_COMMAND_TIMEOUT_S = 0.5
 #: Seconds after which the zygote is asked again; a fork takes milliseconds.
 _SIGNAL_RETRY_INTERVAL_S = 5.0
 
@@ -194,7 +194,11 @@ class JobDoorbell:
         self._log = log
         self._limit = limit
         self._client = Valkey(
-            valkey_url, connect_timeout=_CONNECT_TIMEOUT, timeout=_TIMEOUT, limit=limit, beside=main
+            valkey_url,
+            connect_timeout=_CONNECT_TIMEOUT_S,
+            timeout=_COMMAND_TIMEOUT_S,
+            limit=limit,
+            beside=main,
         )
         #: After a failed question. The doorbell has a backoff of its own.
         self._backoff = Backoff(1.0, 15.0)
@@ -254,7 +258,7 @@ class JobDoorbell:
         A ring may have been lost, and a dead runner does not ring.
         """
         main, timeout = self._main, self._main.timeout
-        main.timeout = min(_TIMEOUT, self._limit())
+        main.timeout = min(_COMMAND_TIMEOUT_S, self._limit())
         try:
             names = [job_keys.ready(tag), job_keys.delayed(tag), job_keys.beats(tag)]
             there = bool(main.execute("EXISTS", *names))

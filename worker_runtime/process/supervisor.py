@@ -1,7 +1,7 @@
 """The supervisor process: renews the mark, and with it the lease, and watches the session's pulse.
 
 It runs no broker code and does not wait for the session, so neither a blocking broker call nor a
-busy job delays a renewal, which takes at most `_CONNECT_TIMEOUT + _TIMEOUT` seconds.
+busy job delays a renewal, which takes at most `_CONNECT_TIMEOUT_S + _COMMAND_TIMEOUT_S` seconds.
 """
 
 import math
@@ -27,14 +27,14 @@ from worker_runtime.protocol.messages import WorkerEventKind
 from worker_runtime.protocol.worker_reports import sign_event
 
 #: Seconds before a renewal is retried that failed or found no owner key.
-_RETRY = 1.0
+_RETRY_INTERVAL_S = 1.0
 #: Seconds after which the event of a missing owner key is repeated: the first may have been lost
 #: with the key.
-_EVENT_REPEAT = 30.0
-_CONNECT_TIMEOUT = 0.5
-_TIMEOUT = 1.0
+_EVENT_REPEAT_INTERVAL_S = 30.0
+_CONNECT_TIMEOUT_S = 0.5
+_COMMAND_TIMEOUT_S = 1.0
 #: Seconds that the last commands may take. The zygote waits a little longer.
-_LAST_TIMEOUT = 3.3
+_LAST_COMMAND_TIMEOUT_S = 3.3
 #: Longest time between two checks of the pulse, in seconds.
 _PULSE_TICK = 1.0
 #: Seconds between two checks from which on this process itself has stood still. Waits for Valkey
@@ -123,7 +123,9 @@ class Supervisor:
         self._log = log
         self._mark = WorkerMark(config, shared_state)
         self._lease = Lease(shared_state)
-        self._client = Valkey(config.valkey_url, connect_timeout=_CONNECT_TIMEOUT, timeout=_TIMEOUT)
+        self._client = Valkey(
+            config.valkey_url, connect_timeout=_CONNECT_TIMEOUT_S, timeout=_COMMAND_TIMEOUT_S
+        )
         self._wake = WakePipe()
         self._stopping = False
         self._next_renewal = 0.0
@@ -161,7 +163,7 @@ class Supervisor:
 
     def finish(self) -> None:
         """Removes the mark or the pool entry after the session has ended. Never raises."""
-        self._client.timeout = _LAST_TIMEOUT
+        self._client.timeout = _LAST_COMMAND_TIMEOUT_S
         try:
             if self._shared_state.session_lost:
                 self._add_event(WorkerEventKind.CLOSED, "the session process died")
@@ -192,7 +194,7 @@ class Supervisor:
         return (
             max(0.01, self._lease.remaining_s() - KILL_MARGIN)
             if self._shared_state.broker_open
-            else _TIMEOUT
+            else _COMMAND_TIMEOUT_S
         )
 
     def _newly_assigned(self) -> bool:
@@ -216,17 +218,19 @@ class Supervisor:
         self._next_renewal = time.monotonic() + self._config.mark_period
         # A renewal never delays the kill of a session that kept its broker sessions.
         if self._shared_state.broker_open:
-            self._client.timeout = min(_TIMEOUT, max(0.1, self._lease.remaining_s() - KILL_MARGIN))
+            self._client.timeout = min(
+                _COMMAND_TIMEOUT_S, max(0.1, self._lease.remaining_s() - KILL_MARGIN)
+            )
         try:
             code = self._renew_mark() if self._shared_state.assigned else self._renew_pool_entry()
         except ValkeyFailed as error:
             if not self._failing:
                 self._log.warning("renewal_failed", code=error.code, reason=error.detail)
             self._failing = True
-            self._next_renewal = time.monotonic() + min(_RETRY, self._config.mark_period)
+            self._next_renewal = time.monotonic() + min(_RETRY_INTERVAL_S, self._config.mark_period)
             return ExitCode.OK
         finally:
-            self._client.timeout = _TIMEOUT
+            self._client.timeout = _COMMAND_TIMEOUT_S
         if self._failing:
             self._failing = False
             self._log.info("renewal_back")
@@ -269,12 +273,12 @@ class Supervisor:
             self._kill(KillReason.FENCED)
             self._add_event(WorkerEventKind.FENCED, "at renewal")
             return ExitCode.FENCED
-        self._next_renewal = time.monotonic() + min(_RETRY, self._config.mark_period)
+        self._next_renewal = time.monotonic() + min(_RETRY_INTERVAL_S, self._config.mark_period)
         if time.monotonic() >= self._owner_event_at:
             self._shared_state.owner_missing += 1
             self._log.error("owner_missing", user_id=self._shared_state.user_id)
             self._add_event(WorkerEventKind.OWNER_MISSING, "")
-            self._owner_event_at = time.monotonic() + _EVENT_REPEAT
+            self._owner_event_at = time.monotonic() + _EVENT_REPEAT_INTERVAL_S
         return ExitCode.OK
 
     def _add_event(self, kind: WorkerEventKind, detail: str) -> None:

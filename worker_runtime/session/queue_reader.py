@@ -186,7 +186,7 @@ class PostponedOrder:
         self._deadline_ns = None
         return item if result == "left" else None
 
-    def take_end(self) -> bool:
+    def take_expiry(self) -> bool:
         """Returns True once, when the wait is over.
 
         It is over when there is a session or will be none, when orders of another account come

@@ -75,7 +75,7 @@ class RequestHandler:
             answer = _refusal(frame.request_id, error)
             self.send_buffer.add_answer(frame.raw, answer, _find_reply_channel(frame.payload))
             return
-        if self._is_replay(request, item):
+        if self._discard_if_stale(request, item):
             return
         self.shared_state.state = WorkerActivity.Processing
         try:
@@ -127,7 +127,9 @@ class RequestHandler:
             self._discard(item, "unreadable", frame.request_id)
             return
         if generation is not None:
-            discard_reason = _find_replay(request, generation, late=frame.deadline_ms <= now_ms)
+            discard_reason = _find_discard_reason(
+                request, generation, late=frame.deadline_ms <= now_ms
+            )
             if discard_reason and not (
                 isinstance(request, PlaceOrder)
                 and self.submitter.was_open_or_begun(request.order_id)
@@ -167,8 +169,8 @@ class RequestHandler:
             return None
         return frame
 
-    def _is_replay(self, request: Request, item: QueueItem) -> bool:
-        """Returns True, and discards the request, if it may have been pushed again: it is late, an
+    def _discard_if_stale(self, request: Request, item: QueueItem) -> bool:
+        """Discards the request, and returns True, if it may have been pushed again: it is late, an
         order of another generation of Valkey, or a change that came before.
 
         An order that this session knows gets its first answer again. An order that this session has
@@ -182,7 +184,7 @@ class RequestHandler:
         if isinstance(request, PlaceOrder) and self.submitter.has_outcome_of(request.order_id):
             return False
         late = item.seconds_left() <= 0 and request.request_id != self._postponed_id
-        discard_reason = _find_replay(request, item.generation, late=late)
+        discard_reason = _find_discard_reason(request, item.generation, late=late)
         if not discard_reason and isinstance(request, ReplaceOrder):
             if request.request_id in self.shared_state.submissions:
                 discard_reason = "repeated"
@@ -223,7 +225,7 @@ class RequestHandler:
         return Answer(request_id=request.request_id, outcome=outcome, failure=failure)
 
 
-def _find_replay(request: Request, generation: str, *, late: bool) -> str:
+def _find_discard_reason(request: Request, generation: str, *, late: bool) -> str:
     """Returns why the request must not be executed, or ''."""
     is_of_other_generation = isinstance(request, PlaceOrder) and request.generation != generation
     return "late" if late else "another generation" if is_of_other_generation else ""

@@ -167,7 +167,9 @@ class RequestLoop:
             self._log.info("lease_back")
             self._shared_state.state = self.broker_sessions.state()
             self._may_have_work = True
-        if self._postponed.take_end() or (not self._switch_is_current and self._switch_check.due()):
+        if self._postponed.take_expiry() or (
+            not self._switch_is_current and self._switch_check.due()
+        ):
             self._may_have_work = True
         if self._may_have_work and self._retry.due():
             self._serve_queue()
@@ -233,10 +235,10 @@ class RequestLoop:
     def _handle(self, item: QueueItem) -> bool:
         """Handles one item; returns whether to pop again."""
         if item.kind == "control":
-            waiting = not self.broker_sessions.loaded
+            had_credentials = self.broker_sessions.loaded
             self._control.handle(item.raw)
             # Again before the first request: a late pop of the predecessor may have arrived since.
-            self._leftovers_due = waiting and self.broker_sessions.loaded
+            self._leftovers_due = not had_credentials and self.broker_sessions.loaded
         elif item.kind == "request":
             self._shared_state.last_activity_ms = wall_ms()
             try:

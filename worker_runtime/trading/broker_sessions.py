@@ -250,7 +250,7 @@ class BrokerSessions:
         until = time.monotonic() + timeout
         if (quiet := session.quiet_until - time.monotonic()) > 0:
             raise BrokerMaintenance("the broker asked for a pause", retry_after=quiet)
-        self.rate_limiter.spend(session.account, CallKind.QUERY, self._patience(timeout))
+        self.rate_limiter.spend(session.account, CallKind.QUERY, self._wait_limit(timeout))
         limit = min(until - time.monotonic(), PING_TIMEOUT, self.lease.usable())
         if limit <= 0:
             return
@@ -375,7 +375,7 @@ class BrokerSessions:
             raise LeaseLost
         if timeout <= 0:
             raise BrokerUnreachable("no time was left to connect")
-        self.rate_limiter.connect(account, self._patience(wait))
+        self.rate_limiter.connect(account, self._wait_limit(wait))
         limit = min(until - time.monotonic(), self.lease.usable())
         if limit <= 0:
             self.rate_limiter.release_connections([account])
@@ -414,7 +414,7 @@ class BrokerSessions:
         until = time.monotonic() + timeout
         try:
             self.rate_limiter.spend(
-                session.account, CallKind.QUERY, self._patience(timeout), cost=2
+                session.account, CallKind.QUERY, self._wait_limit(timeout), cost=2
             )
         except BerthError as error:
             self.log.warning("listing_postponed", account=session.name, code=error.code)
@@ -444,9 +444,9 @@ class BrokerSessions:
             if tell:
                 self.health.update(self.account_sessions())
 
-    def _patience(self, seconds: float) -> WaitLimit:
-        """Seconds that a call may wait for room, out of `seconds` from now; 0 when the lease is not
-        renewed."""
+    def _wait_limit(self, seconds: float) -> WaitLimit:
+        """Returns how many of `seconds` from now a call may still wait for room; 0 when the lease
+        is not renewed."""
         until = time.monotonic() + seconds
         return lambda: until - time.monotonic() if self.lease.usable() > 0 else 0.0
 

@@ -12,7 +12,7 @@ from worker_runtime.protocol.installed_brokers import installed_brokers
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES, Failure, OrderOutcome
 from worker_runtime.protocol.requests import CancelOrder, ReplaceOrder
 from worker_runtime.trading.broker_calls import BrokerCalls
-from worker_runtime.trading.order_submitter import check_price, flush_and_check_switch
+from worker_runtime.trading.order_submitter import check_price_bounds, flush_and_check_switch
 from worker_runtime.trading.order_tracker import OrderTracker, order_outcome_of
 from worker_runtime.trading.queue_item import QueueItem
 from worker_runtime.trading.rate_limiter import CallKind
@@ -54,7 +54,7 @@ class OrderChanger:
                 check_quantity_change(plugin.record)
         order_id = self._broker_order_id(request, broker, item)
         if isinstance(request, ReplaceOrder) and request.price is not None:
-            check_price(request, broker)
+            check_price_bounds(request, broker)
         shrinks = isinstance(request, ReplaceOrder) and request.quantity is not None
         queries = broker.queries_before_change(order_id, quantity=shrinks)
         kind = CallKind.QUERY_AND_CHANGE if queries else CallKind.ORDER

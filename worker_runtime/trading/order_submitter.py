@@ -84,7 +84,7 @@ def check_switch(switch: UserSwitch, order: PlaceOrder | ReplaceOrder) -> None:
         raise ReducingOnly
 
 
-def check_price(request: PlaceOrder | ReplaceOrder, broker: Broker) -> None:
+def check_price_bounds(request: PlaceOrder | ReplaceOrder, broker: Broker) -> None:
     """Raises `PriceBand` or `NotionalLimit`. Without a reference price nothing is refused."""
     most_price = request.most_price if isinstance(request, PlaceOrder) else None
     if request.price_band is None and most_price is None:
@@ -246,7 +246,7 @@ class OrderSubmitter:
                 return known
             # Checked after the list above, which may have settled some.
             self.unknown_outcomes.check_order(order, item)
-            check_price(order, broker)
+            check_price_bounds(order, broker)
             self._spend_budget(order, item)
             outcome = self._submit(order, item, broker)
             if outcome.state is OrderState.UNKNOWN:
@@ -288,9 +288,8 @@ class OrderSubmitter:
         it came from does not know who may trade."""
         if self._may_be_in_older_copy(order, item):
             raise OutcomeUnknown(
-                "the order was queued before this server of Valkey came, and before this worker "
-                "did: the worker before it may have submitted it, and the queue may be an older "
-                "copy"
+                "Valkey was replaced and may hold old data. An earlier worker may have submitted "
+                "this order. Berth asks the broker."
             )
         if item.switch_is_stale:
             if item.seconds_left() <= 0:
@@ -305,8 +304,8 @@ class OrderSubmitter:
         """Returns True if an earlier worker of this user may have executed the order already.
 
         A server that was promoted or restarted may have lost its last writes, among them the pop of
-        the order. This worker knows what it has submitted itself; its predecessor, which ended
-        before the claim, does not say any more.
+        the order. This worker knows what it has submitted itself. The previous worker has ended
+        and cannot be asked.
         """
         if not order.lifetime_ms or self.shared_state.epoch <= 1:
             return False

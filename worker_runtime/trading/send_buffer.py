@@ -44,7 +44,7 @@ from worker_runtime.trading.switch_reader import SwitchReader
 MAX_ENTRIES = 10_000
 #: Seconds a journal entry is kept. It is needed for a day, to know whether an order may have been
 #: submitted.
-JOURNAL_TTL = 2 * 86_400
+JOURNAL_TTL_S = 2 * 86_400
 #: Commands in one pipeline.
 _BATCH = 64
 
@@ -94,7 +94,7 @@ class SendBuffer:
         sent."""
         self.journaled = False
         key = keys.journal(self._shared_state.user_id, order_id)
-        self._put("SET", key, str(wall_ms()), "NX", "GET", "EX", JOURNAL_TTL)
+        self._put("SET", key, str(wall_ms()), "NX", "GET", "EX", JOURNAL_TTL_S)
 
     def add_worker_event(
         self, kind: WorkerEventKind, detail: str = "", logins: Sequence[AccountLogin] = ()

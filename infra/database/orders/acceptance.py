@@ -56,10 +56,9 @@ class NewOrder(CheckedTerms):
 class OrderBounds(NamedTuple):
     """Holds the limits that SQL and the worker enforce later, kept with the order."""
 
-    #: Seconds within which an identical order is refused; 0 if none is. A negative number is the
-    #: window of an order with `allow_duplicate`: it is accepted whatever came before, since every
-    #: earlier order is older than an instant in the future, and later identical ones are refused.
-    #: An order that ended unfilled has no duplicates.
+    #: Seconds within which an identical order is refused; 0 if none is. Negative (of an
+    #: order with `allow_duplicate`): the order is accepted even if it is a duplicate, and later
+    #: duplicates within the window are refused. An order that ended unfilled has no duplicates.
     duplicate_window_s: float = 0.0
     #: For the worker (see `PlaceOrder`).
     price_band: Decimal | None = None
@@ -227,8 +226,8 @@ async def accept_order_alone(
     """Accepts an order as `accept_order` does, in one statement without a session.
 
     If the answer was lost, it asks once more: the client order id lets the statement write one
-    order only. Raises `DatabaseUnavailable`, too: no order was written; or `OutcomeUnconfirmed`:
-    perhaps it was.
+    order only. Also raises `DatabaseUnavailable` (nothing was written) and `OutcomeUnconfirmed` (it
+    may have been).
     """
     values = _values_of(new, bounds)
     began = time.monotonic()

@@ -1,8 +1,9 @@
-"""Merges an outcome into what is known of an order: the only place in Python that does.
+"""Merges an outcome into what PostgreSQL and callers know of an order.
 
 Answers of workers, their events and PostgreSQL's row say what became of an order, in any order,
 late and repeated. `states.py` has the rules of states. `recording.py` has the same merge in SQL,
-because others write the row at the same time; a test compares the two.
+because others write the row at the same time; a test compares the two. A worker merges the broker's
+reports into its own books by another rule (`OrderTracker`).
 """
 
 from dataclasses import dataclass

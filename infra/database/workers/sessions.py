@@ -51,7 +51,9 @@ def at_unix(seconds: float) -> datetime:
 
 @dataclass(frozen=True, kw_only=True)
 class AssignmentResult:
-    #: 0: nothing was assigned, because of `crashes` or `unended`.
+    #: 0: nothing was assigned. Either there is no such user, or this claim has no assignment yet
+    #: and the user's workers crashed too often (`crashes`), another assignment may still have its
+    #: worker (`unended`), or the request may only adopt.
     epoch: int
     #: Unix seconds of the recent crashes.
     crashes: tuple[float, ...] = ()

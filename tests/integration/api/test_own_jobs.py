@@ -289,8 +289,8 @@ async def test_a_flush_of_valkey_loses_no_job(
     [claimed] = runner.claim()
     runner.end(claimed, 1)
     sweeper = KeptJobSweeper(shop.services.valkey, shop.services.kept_jobs, NotingStarter())
-    await sweeper.know_applications()
-    await sweeper.hear_ends(block=10)
+    await sweeper.load_applications()
+    await sweeper.mark_ended_jobs_due(block=10)
     await sweeper.sweep()
     assert await shop.services.valkey.ttl(job_keys.result(SHOP_TAG, "f-0")) <= 500
     await shop.services.valkey.flushdb()
@@ -315,7 +315,7 @@ async def test_a_failed_job_is_a_dead_letter_and_runs_again_when_it_is_redriven(
     async with services.database.session() as session:
         await session.execute(text("delete from dead_letters"))
     sweeper = KeptJobSweeper(services.valkey, services.kept_jobs, NotingStarter())
-    await sweeper.know_applications()
+    await sweeper.load_applications()
 
     async def look() -> None:
         async with services.database.session() as session:  # the next check is due
@@ -572,7 +572,7 @@ async def test_orchestrators_make_the_login_of_an_application_and_end_that_of_a_
         logins = JobUsers(client, services.message_secrets)
         await KeptJobSweeper(
             client, services.kept_jobs, NotingStarter(), logins
-        ).know_applications()
+        ).load_applications()
 
     async def logs_in(*generations: int) -> bool:
         keys = services.message_secrets.application_keys("shop", generations)

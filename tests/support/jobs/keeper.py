@@ -35,7 +35,7 @@ class NotingStarter(WorkerStarter):
     def __init__(self) -> None:
         self.wanted: list[str] = []
 
-    def ensure(self, user_id: str, *, mark_missing: bool) -> Any:
+    def ensure(self, user_id: str, *, check_worker: bool) -> Any:
         self.wanted.append(user_id)
 
 

@@ -32,6 +32,27 @@ def test_a_local_name_that_says_nothing_is_refused(
 
 
 @pytest.mark.parametrize(
+    ("source", "faults"),
+    [
+        ("local kind, left = 1, 2", [(1, "left")]),
+        ("\nlocal w = redis.call('GET', KEYS[1])", [(2, "w")]),
+        ("local MOST = 1000  -- calls", [(1, "MOST")]),
+        ("local function read(key, wanted)", [(1, "wanted")]),
+        ("for _, one in ipairs(jobs) do", [(1, "one")]),
+        ("-- local left = 1", []),
+        ("local rings_left = redis.call('LLEN', left)", []),
+        ("local P, META", []),
+        ("for n = 1, #KEYS do", []),
+    ],
+)
+def test_a_local_name_of_lua_that_says_nothing_is_refused(
+    source: str, faults: list[tuple[int, str]]
+) -> None:
+    find_lua_faults = runpy.run_path(str(CHECKS / "check_names.py"))["find_lua_faults"]
+    assert list(find_lua_faults(source)) == faults
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "What counts for him.",

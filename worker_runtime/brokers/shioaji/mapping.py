@@ -148,9 +148,13 @@ def is_stale_signature(error: BaseException) -> bool:
 
 
 def place_error(error: BaseException, blank: Redactor = str) -> errors.BrokerError:
-    """What an error of `place_order` means. Unless it proves that no order came to
-    be, it is `OutcomeUnknown`: timeouts, connection errors, unreadable responses,
-    server errors and surprises."""
+    """Maps an error of `place_order`. Unless it proves that there is no order, it is
+    `OutcomeUnknown`: timeouts, connection errors, unreadable responses, server errors and
+    surprises.
+
+    A 503 is `OutcomeUnknown`, too, without a pause of its own: the session becomes suspect, and the
+    ping before its next call asks for the pause (`query_error`).
+    """
     names, text = _class_names(error), _redacted_text(error, blank)
     if "AuthError" in names:
         return errors.SessionDown(text)  # not logged in (any more): the order was not taken
@@ -160,7 +164,7 @@ def place_error(error: BaseException, blank: Redactor = str) -> errors.BrokerErr
 
 
 def query_error(error: BaseException, blank: Redactor = str) -> errors.BrokerError:
-    """What an error of a call that changes nothing means."""
+    """Maps an error of a call that changes nothing."""
     text = _redacted_text(error, blank)
     if "AuthError" in _class_names(error):
         return errors.SessionDown(text)
@@ -170,14 +174,14 @@ def query_error(error: BaseException, blank: Redactor = str) -> errors.BrokerErr
 
 
 def state_of(status: str, filled: int, quantity: int) -> OrderState:
-    """An order's state from Shioaji's status and the lots filled;
-    fills may be ahead of the status."""
+    """Returns an order's state from Shioaji's status and the lots filled, which may be ahead of the
+    status."""
     state = _STATES.get(status, OrderState.UNKNOWN)
     return with_fills(state, filled, quantity)
 
 
 def with_fills(state: OrderState, filled: int, quantity: int) -> OrderState:
-    """The state that the fills prove, where they prove more than the word does."""
+    """Returns the state that the fills prove, where they prove more than `state` says."""
     if filled and filled >= quantity:
         return OrderState.FILLED
     if filled and state in (OrderState.SUBMITTING, OrderState.SUBMITTED, OrderState.UNKNOWN):
@@ -186,8 +190,8 @@ def with_fills(state: OrderState, filled: int, quantity: int) -> OrderState:
 
 
 def order_of(trade: Any) -> BrokerOrder:
-    """A `Trade` of the SDK. `trade.contract` may
-    be any of its contract classes: all have a code."""
+    """Maps a `Trade` of the SDK. `trade.contract` may be any of its contract classes: all have a
+    code."""
     order, status = trade.order, trade.status
     fills = [
         fill_of(str(order.id), str(deal.seq), deal.quantity, deal.price, deal.ts)

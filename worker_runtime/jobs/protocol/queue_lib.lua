@@ -183,8 +183,8 @@ end
 
 -- Adds what became of a job to the stream of events, and publishes `result`, if given, to those who wait for it.
 local function publish_event(kind, id, name, queue, attempt, result)
-  local most = of_user() and USERS_EVENTS or 10000
-  redis.call('XADD', P .. 'events', 'MAXLEN', '~', most, '*', 'kind', kind, 'job', id, 'name', name,
+  local max_events = of_user() and USERS_EVENTS or 10000
+  redis.call('XADD', P .. 'events', 'MAXLEN', '~', max_events, '*', 'kind', kind, 'job', id, 'name', name,
     'queue', queue, 'attempt', attempt)
   if of_user() then redis.call('EXPIRE', P .. 'events', USERS_EVENTS_TTL) end
   if result then redis.call('PUBLISH', P .. 'done:' .. id, result) end

@@ -324,7 +324,7 @@ async def test_an_order_that_comes_first_adopts_the_worker_too(
 ) -> None:
     user, worker = await harness.active_user()
     await harness.temporal.get_workflow_handle(names.user_worker_id(user)).terminate()
-    answer = await harness.restorer.starter.ensure(user, mark_missing=False)
+    answer = await harness.restorer.starter.ensure(user, check_worker=False)
     assert (answer.worker.worker_id, answer.worker.epoch) == (worker.worker_id, worker.epoch)
     assert harness.harness.launcher.stops == []
 

@@ -173,11 +173,11 @@ async def test_an_end_is_noted_as_soon_as_it_is_heard(
     await asyncio.to_thread(fleet.start)
     await keeper.add("j")
     await asyncio.to_thread(fleet.result, "j")
-    await keeper.sweeper.hear_ends()
+    await keeper.sweeper.mark_ended_jobs_due()
     assert await keeper.sweeper.sweep() == 1
     row = (await keeper.rows())["j"]
     assert (row.outcome, row.sealed, row.check_at) == ("done", b"", None)
-    await keeper.sweeper.hear_ends(block=1)  # a repeat, and what is not kept
+    await keeper.sweeper.mark_ended_jobs_due(block=1)  # a repeat, and what is not kept
     assert await keeper.sweeper.sweep() == 0
 
 
@@ -348,6 +348,6 @@ async def test_an_end_of_a_job_that_postgresql_cannot_look_up_hides_no_other(
     await asyncio.to_thread(fleet.start)
     await keeper.add("j")
     await asyncio.to_thread(fleet.result, "j")
-    await keeper.sweeper.hear_ends()
+    await keeper.sweeper.mark_ended_jobs_due()
     assert await keeper.sweeper.sweep() == 1
     assert await keeper.outcomes() == {"j": "done"}

@@ -10,7 +10,7 @@
 --
 -- An idempotent job goes back with the score it had, so it comes first in its priority. Nobody knows whether any
 -- other job has done its work: it ends as failed, with the code JOB_OUTCOME_UNKNOWN.
--- Safe to repeat. Returns {'alive'} if the runner has beaten since, else {'reaped', job, what, …} with
+-- Safe to repeat. Returns {'alive'} if the runner has beaten since, else {'reaped', job, outcome, …} with
 -- 'returned', 'failed' or 'cancelled' for each.
 open(KEYS[1])
 local beat = redis.call('HGET', P .. 'beats', ARGV[1])
@@ -35,19 +35,19 @@ for _, id in ipairs(redis.call('SMEMBERS', P .. 'held:' .. ARGV[1])) do
   if job[1] and job[9] == ARGV[1] then
     stop_holding(ARGV[1], id, job[2], job[1], job[6], job[10])
     local crashes = redis.call('HINCRBY', key, 'crashes', ARGV[3])
-    local what = 'returned'
+    local outcome = 'returned'
     if job[8] then
-      what = end_lost_job(id, job, 'cancelled', 'JOB_CANCELLED', 'cancelled, then its runner died')
+      outcome = end_lost_job(id, job, 'cancelled', 'JOB_CANCELLED', 'cancelled, then its runner died')
     elseif job[7] ~= '1' then
-      what = end_lost_job(id, job, 'failed', 'JOB_OUTCOME_UNKNOWN', 'its runner died while it ran')
+      outcome = end_lost_job(id, job, 'failed', 'JOB_OUTCOME_UNKNOWN', 'its runner died while it ran')
     elseif crashes >= tonumber(ARGV[4]) then
-      what = end_lost_job(id, job, 'failed', 'JOB_CRASHED', 'it or its runner died ' .. crashes .. ' times')
+      outcome = end_lost_job(id, job, 'failed', 'JOB_CRASHED', 'it or its runner died ' .. crashes .. ' times')
     else
-      publish_event(what, id, job[1], job[2], job[3])
+      publish_event(outcome, id, job[1], job[2], job[3])
       enter_queue_now(id, now)
     end
     reply[#reply + 1] = id
-    reply[#reply + 1] = what
+    reply[#reply + 1] = outcome
   end
 end
 redis.call('DEL', P .. 'held:' .. ARGV[1])

@@ -8,7 +8,7 @@
 -- was due}, …}.
 open(KEYS[1])
 local now = clock()
-local most = tonumber(ARGV[1])
+local max_jobs = tonumber(ARGV[1])
 local reply = {redis.call('ZCARD', P .. 'delayed'), redis.call('ZCARD', P .. 'failed'),
   redis.call('HLEN', P .. 'beats')}
 for _, queue in ipairs(redis.call('ZRANGE', P .. 'ready', 0, -1)) do
@@ -25,7 +25,7 @@ for _, queue in ipairs(redis.call('ZRANGE', P .. 'ready', 0, -1)) do
   end
   for _, name in ipairs(redis.call('ZRANGE', P .. 'subqueues:' .. queue, 0, -1)) do
     local subqueue = P .. 'subqueue:' .. queue .. ':' .. name
-    local ids = redis.call('ZRANGE', subqueue, 0, most - 1)
+    local ids = redis.call('ZRANGE', subqueue, 0, max_jobs - 1)
     for _, id in ipairs(ids) do
       local job = redis.call('HMGET', P .. 'job:' .. id, 'priority', 'due')
       if job[1] then count(job[1], 1, now - tonumber(job[2])) end

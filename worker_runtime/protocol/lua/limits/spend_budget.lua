@@ -18,7 +18,7 @@
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 -- A worker chooses its numbers, and nobody else is served meanwhile: 50,000 entries take 20 ms.
-local MOST = 1000  -- calls of one message to the broker, in one window
+local MAX_CALLS = 1000  -- calls of one message to the broker, in one window
 local DAY, KEPT = 86400000, 40 * 86400000
 local begins = tonumber(ARGV[4])
 local today = math.floor((now - begins) / DAY) * DAY + begins
@@ -40,7 +40,7 @@ local wait, free, used = 0, {}, 0
 for n = 2, #KEYS do
   local at = 4 * n - 3
   local cost, span, limit = tonumber(ARGV[at]), tonumber(ARGV[at + 1]), tonumber(ARGV[at + 2])
-  if not (cost and cost <= MOST) then  -- or no number
+  if not (cost and cost <= MAX_CALLS) then  -- or no number
     return redis.error_reply('ERR more calls at once than there are')
   end
   local over = span > 0 and now - span or today - 1

@@ -9,7 +9,7 @@
 -- ARGV[1] epoch of the caller
 -- ARGV[2] worker id of the caller
 -- ARGV[3] session id, <worker>:<number>: a new one after each restart of the session process
--- ARGV[4] pop number, growing by one with each new pop; it keeps growing when the session process is replaced
+-- ARGV[4] pop number, growing by one with each new pop; it keeps growing across session restarts
 -- ARGV[5] 'control': leave the requests where they are; '' or missing: take what is next
 --
 -- A repeat with the same session and number returns the same item: a lost reply loses no order. (A repeat
@@ -40,12 +40,12 @@ if repeated and last[3] ~= 'empty' then
   return {last[3], last[4], remaining(last[4]), generation, redis.call('HGETALL', KEYS[6])}
 end
 
-local kind, item, left = 'control', redis.call('RPOP', KEYS[2]), 0
+local kind, item, remaining_ms = 'control', redis.call('RPOP', KEYS[2]), 0
 if not item then
   kind = 'request'
   item = ARGV[5] ~= 'control' and redis.call('LMOVE', KEYS[3], KEYS[4], 'RIGHT', 'LEFT')
   if item then
-    left = remaining(item)
+    remaining_ms = remaining(item)
   elseif repeated then  -- its number is remembered already
     return {'empty', '', 0, generation}
   else
@@ -54,5 +54,5 @@ if not item then
 end
 redis.call('HSET', KEYS[5], 'session', ARGV[3], 'number', ARGV[4], 'kind', kind, 'item', item)
 redis.call('EXPIRE', KEYS[5], 3600)
-if kind == 'request' then return {kind, item, left, generation, redis.call('HGETALL', KEYS[6])} end
-return {kind, item, left, generation}
+if kind == 'request' then return {kind, item, remaining_ms, generation, redis.call('HGETALL', KEYS[6])} end
+return {kind, item, remaining_ms, generation}

@@ -3,7 +3,8 @@
 --
 -- KEYS[1] ready      pool:{pool}:ready
 -- KEYS[2] claim      pool:{pool}:claim:<claim>
--- KEYS[3] wait queue pool:{pool}:line     zset: user → since when they wait (ms)    (may be left out)
+-- KEYS[3] wait queue pool:{pool}:line     zset: user → since when they wait (ms)    (may be left out; the
+--                    key was not renamed with the functions, because a stored key keeps its name)
 -- KEYS[4] asked      pool:{pool}:asked    zset: user → when they asked last (ms)    (with KEYS[3])
 -- ARGV[1] claim id
 -- ARGV[2] prefix of the workers' keys, pool:{pool}:worker:   (same slot)

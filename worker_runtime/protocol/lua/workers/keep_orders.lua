@@ -38,12 +38,12 @@ local function keep_list(key)
   end
   if redis.call('LLEN', key) <= most_entries
     and redis.call('MEMORY', 'USAGE', key, 'SAMPLES', 0) <= most_bytes then return end
-  local found = {}
+  local kept = {}
   for _, item in ipairs(items) do
-    if item ~= '' and redis.call('LPOS', key, item) then found[#found + 1] = item end
+    if item ~= '' and redis.call('LPOS', key, item) then kept[#kept + 1] = item end
   end
   redis.call('UNLINK', key)
-  for _, item in ipairs(found) do redis.call('LPUSH', key, item) end
+  for _, item in ipairs(kept) do redis.call('LPUSH', key, item) end
 end
 local requests, processing, control = KEYS[1], KEYS[2], KEYS[3]
 for _, key in ipairs({requests, processing, control}) do keep_list(key) end

@@ -9,7 +9,7 @@
 -- Returns {cursor, writer, names, bytes, writer, names, bytes…}.
 local LENGTH = {list = 'LLEN', hash = 'HLEN', set = 'SCARD', zset = 'ZCARD', stream = 'XLEN'}
 local KEY_BYTES = 96  -- about what a name costs besides its own bytes and its value's
-local most = tonumber(ARGV[3])
+local max_entries = tonumber(ARGV[3])
 
 -- Entries and bytes of a key; nil if it is gone.
 local function measure(key)
@@ -18,7 +18,7 @@ local function measure(key)
   local command = LENGTH[redis.call('TYPE', key).ok]
   if not command then return nil end
   local entries = redis.call(command, key)
-  if entries > most then return entries, entries * KEY_BYTES end
+  if entries > max_entries then return entries, entries * KEY_BYTES end
   return entries, redis.call('MEMORY', 'USAGE', key, 'SAMPLES', 0)
 end
 

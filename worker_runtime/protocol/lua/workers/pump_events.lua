@@ -14,17 +14,18 @@
 --
 -- Returns {rings taken, rings that were left, announcements, {worker, length of its list…}}. An announcement is a
 -- ring with a space in it. Entries are added before they are removed, so that a failure loses none.
-local MOST, LONGEST = 2000, 264 * 1024  -- entries of one call; bytes: a message has at most 256 KiB, and its MAC
-local LONGEST_RING = 256  -- a pool and a worker id
+local MAX_ENTRIES = 2000  -- of one call
+local MAX_ENTRY_BYTES = 264 * 1024  -- a message has at most 256 KiB, and its MAC
+local MAX_RING_BYTES = 256  -- a pool and a worker id
 local CHANGE = ' {"type":"worker_event"'  -- how our workers begin such an event; any other goes to the recorder only
 local bell, limit = KEYS[2], tonumber(ARGV[3])
-local rings, left, moved, seen, again, announced, long = 0, 0, 0, {}, {}, {}, {}
+local rings, rings_left, moved, seen, again, announced, long = 0, 0, 0, {}, {}, {}, {}
 local function pump(worker)
   local list = ARGV[1] .. worker
   local items, taken, bytes = redis.pcall('LRANGE', list, 0, ARGV[2] - 1), 0, 0
   if items.err or #items == 0 then return end
   for _, item in ipairs(items) do
-    if #item <= LONGEST then
+    if #item <= MAX_ENTRY_BYTES then
       bytes = bytes + #item
       if taken > 0 and bytes > tonumber(ARGV[6]) then break end
       redis.call('XADD', KEYS[1], '*', 'e', item)
@@ -42,19 +43,19 @@ local function pump(worker)
   end
 end
 
-while rings < limit and moved < MOST do
+while rings < limit and moved < MAX_ENTRIES do
   local ring = redis.call('LPOP', bell)
   if not ring then break end
   rings = rings + 1
-  if #ring <= LONGEST_RING and not seen[ring] then
+  if #ring <= MAX_RING_BYTES and not seen[ring] then
     seen[ring] = true
     if string.find(ring, ' ', 1, true) then announced[#announced + 1] = ring else pump(ring) end
   end
 end
 if limit > 0 then
-  left = redis.call('LLEN', bell)
-  if left > limit then redis.call('UNLINK', bell) end
+  rings_left = redis.call('LLEN', bell)
+  if rings_left > limit then redis.call('UNLINK', bell) end
 end
 if ARGV[5] ~= '' then pump(ARGV[5]) end
 for _, worker in ipairs(again) do redis.call('RPUSH', bell, worker) end
-return {rings, left, announced, long}
+return {rings, rings_left, announced, long}

@@ -6,16 +6,16 @@
 --
 -- Returns for each key the first 256 bytes of a string, false for any other; or fields and values of a hash in turn,
 -- false for no key, and none for another kind, more bytes, or more than a field for each 256.
-local most = tonumber(ARGV[2] or 16384)
-local found = {}
+local max_bytes = tonumber(ARGV[2] or 16384)
+local values = {}
 for i, key in ipairs(KEYS) do
   local kind = redis.call('TYPE', key).ok
-  found[i] = ARGV[1] == 'hash' and kind ~= 'none' and {}
+  values[i] = ARGV[1] == 'hash' and kind ~= 'none' and {}
   if kind ~= ARGV[1] then
   elseif ARGV[1] == 'string' then
-    found[i] = redis.call('GETRANGE', key, 0, 255)
-  elseif redis.call('HLEN', key) <= most / 256 and redis.call('MEMORY', 'USAGE', key, 'SAMPLES', 0) <= most then
-    found[i] = redis.call('HGETALL', key)
+    values[i] = redis.call('GETRANGE', key, 0, 255)
+  elseif redis.call('HLEN', key) <= max_bytes / 256 and redis.call('MEMORY', 'USAGE', key, 'SAMPLES', 0) <= max_bytes then
+    values[i] = redis.call('HGETALL', key)
   end
 end
-return found
+return values

@@ -6,9 +6,9 @@
 -- ARGV[2] worker id
 --
 -- Returns the worker's task, or false if it is not free (claimed meanwhile, dead).
-local w = redis.call('HMGET', KEYS[2], 'state', 'claim', 'task')
-if w[1] == 'claimed' and w[2] == ARGV[1] then return w[3] or '' end
-if w[1] ~= 'ready' then return false end
+local entry = redis.call('HMGET', KEYS[2], 'state', 'claim', 'task')
+if entry[1] == 'claimed' and entry[2] == ARGV[1] then return entry[3] or '' end
+if entry[1] ~= 'ready' then return false end
 redis.call('ZREM', KEYS[1], ARGV[2])
 redis.call('HSET', KEYS[2], 'state', 'claimed', 'claim', ARGV[1])
-return w[3] or ''
+return entry[3] or ''

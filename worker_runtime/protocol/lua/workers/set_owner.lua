@@ -14,9 +14,9 @@ for _, key in ipairs(KEYS) do
 end
 local owner = redis.call('HMGET', KEYS[1], 'epoch', 'worker')
 if owner[1] then
-  local current, wanted = tonumber(owner[1]), tonumber(ARGV[1])
-  if current > wanted then return 'older' end
-  if current == wanted and owner[2] ~= ARGV[2] then return 'older' end
+  local current_epoch, new_epoch = tonumber(owner[1]), tonumber(ARGV[1])
+  if current_epoch > new_epoch then return 'older' end
+  if current_epoch == new_epoch and owner[2] ~= ARGV[2] then return 'older' end
 end
 local version = tonumber(redis.call('HGET', KEYS[2], '*version') or '')
 if not version or version <= tonumber(ARGV[4]) then

@@ -6,10 +6,10 @@
 --
 -- Returns the state that holds from now on: 'confirmed' or 'released'; 'unknown' if the worker's entry
 -- is gone or belongs to another claim (for the worker this means: do not connect).
-local w = redis.call('HMGET', KEYS[1], 'state', 'claim')
-if not w[1] or w[2] ~= ARGV[1] then return 'unknown' end
-if w[1] == 'claimed' then
+local entry = redis.call('HMGET', KEYS[1], 'state', 'claim')
+if not entry[1] or entry[2] ~= ARGV[1] then return 'unknown' end
+if entry[1] == 'claimed' then
   redis.call('HSET', KEYS[1], 'state', ARGV[2])
   return ARGV[2]
 end
-return w[1]
+return entry[1]

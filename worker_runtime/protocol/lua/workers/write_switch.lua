@@ -9,9 +9,9 @@
 --
 -- Idempotent. Returns 'ok', or 'older' without a change if the switch has a newer version already.
 if redis.call('TYPE', KEYS[1]).ok == 'hash' then
-  local found = redis.call('HMGET', KEYS[1], '*version', '*mac')
-  local current = tonumber(found[1] or '')
-  if current and current > tonumber(ARGV[1]) and (found[2] or '') ~= ARGV[2] then return 'older' end
+  local stored = redis.call('HMGET', KEYS[1], '*version', '*mac')
+  local current = tonumber(stored[1] or '')
+  if current and current > tonumber(ARGV[1]) and (stored[2] or '') ~= ARGV[2] then return 'older' end
 end
 redis.call('DEL', KEYS[1])
 redis.call('HSET', KEYS[1], '*version', ARGV[1])
