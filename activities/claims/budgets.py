@@ -124,8 +124,8 @@ class BudgetPlanner:
         )
 
     async def _address_share(self) -> float:
-        """The user's share of the address, in persons:
-        an equal one for each user of the last days."""
+        """Returns the user's share of the address, in persons: an equal one for each user of the
+        last days."""
         if not self.egress_address:
             return 1.0
         if time.monotonic() - self._counted_at > _COUNT_KEPT_S or not self._address_users:
@@ -141,7 +141,7 @@ def share_permille(plan: AssignmentBudgets) -> int:
 
 
 def _person(stored: StoredCredentials, clear: Credentials) -> tuple[str, str]:
-    """Whose calls the broker counts together."""
+    """Returns the kind and the name of the person whose calls the broker counts together."""
     if clear.person_id:
         return "person", clear.person_id
     plugin = installed_brokers().get(stored.account.broker)
@@ -151,6 +151,7 @@ def _person(stored: StoredCredentials, clear: Credentials) -> tuple[str, str]:
 
 
 def _former_person(stored: StoredCredentials, clear: Credentials) -> tuple[str, str]:
-    """As 0.1.0 names it, which does not know the broker's own number of an account."""
+    """Returns the person as release 0.1.0 names it, which does not know the broker's own number of
+    an account."""
     kind, person = _person(stored, clear)
     return (kind, stored.account_id) if kind == "account" else (kind, person)

@@ -74,7 +74,7 @@ class AssignmentSealer:
     secrets: MessageSecrets
     budgets: BudgetPlanner
     _: KW_ONLY
-    #: As in `SealedAccount`.
+    #: Has the meaning that it has in `SealedAccount`.
     books_first: bool = False
 
     async def seal(
@@ -86,8 +86,8 @@ class AssignmentSealer:
         claim_id: str,
         plan: AssignmentBudgets,
     ) -> tuple[list[SealedAccount], bytes]:
-        """The accounts and the keys of the user's messages. Decrypts and seals each account at
-        once, so that the clear text exists only in this call (sealed). Adds the budgets of the
+        """Returns the accounts and the keys of the user's messages. Decrypts and seals each account
+        at once, so that the clear text exists only in this call (sealed). Adds the budgets of the
         accounts to the plan."""
         known = {"user_id": user_id, "claim_id": claim_id, "worker_id": worker.worker_id}
         sealed = []

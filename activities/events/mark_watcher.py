@@ -57,8 +57,8 @@ class MissingMarkTracker:
     Other reasons for a missing mark concern many workers at once (Valkey was emptied, restarted or
     out of reach) or end within seconds (the worker renews it). In doubt nobody is signalled
     (no-healthy-kill). But on a server that kept its data and could be read all the time, a mark
-    goes when its worker's lease has ended, and that worker has fenced itself. So many missing ones
-    are only waited for longer: their host is lost.
+    goes when its worker's lease has ended, and that worker has fenced itself. If many marks are
+    missing, the watcher waits longer: a host may be lost.
 
     `now` is in seconds of a monotonic clock.
 
@@ -175,7 +175,7 @@ class MarkWatcher:
     temporal: Client
     settings: Settings
     message_secrets: MessageSecrets
-    #: And the launcher of their workers; None: workers log in to Valkey as we do.
+    #: The workers' logins at Valkey; needs `launcher`. None: workers log in to Valkey as we do.
     users: WorkerUsers | None = None
     launcher: Launcher | None = None
     #: Of the scripts of workers that share a login, which may not bring any; None: nobody needs

@@ -69,9 +69,9 @@ async def put_user_job(user_id: KnownUserId, body: UserJobRequest, call: Call) -
     """Runs next to the user's session, in a process of its own; the worker is started if there is
     none.
 
-    Statement and export are made of the orders as they are now: about 700 fit into one job,
-    `orders.csv` has no limit. With a `job_id` the same call is done once; another one under that id
-    is refused within a day, and as long as the job is there.
+    Statements and exports use the orders at the time of the request, at most about 700. For more,
+    use `orders.csv`. Repeating a `job_id` has no effect; a different job under it is refused for a
+    day, and as long as the job is there.
     """
     about = {"job_id": body.job.job_id, "type": body.job.type}
 
@@ -167,8 +167,8 @@ async def put_job(body: AnyJobRequest, call: Call) -> JobStateView:
     the same call is done once. If another job has its unique key, the answer shows that one.
 
     Of Berth's built-in types operators enqueue `ping`; administrators also webhooks, mails and
-    messages, which go out in our name. The body with `job` is that of 0.1.0 and goes with the
-    next release.
+    messages, which go out in our name. The body with `job` is that of 0.1.0 and will be
+    removed in the next release.
     """
     if isinstance(body, OwnJobRequest):
         if body.is_of_application:

@@ -60,7 +60,8 @@ _USUAL = frozenset({OrderLot.COMMON, OrderCondition.CASH, OpenClose.AUTO})
 
 
 def special_terms(*terms: OrderLot | OrderCondition | OpenClose | None) -> list[str]:
-    """For a fingerprint: nothing for the usual terms, whose prints stay those of release 0.1.0."""
+    """Returns the terms for a fingerprint, without the usual ones, so that fingerprints equal those
+    of release 0.1.0."""
     return [term.value for term in terms if term is not None and term not in _USUAL]
 
 

@@ -205,7 +205,9 @@ def test_a_hostile_job_ends_and_deceives_nobody(attacked: AttackedRunner) -> Non
     attacked.runs(other)
     assert attacked.value(attacked.add("kill_everything")) == []
     attacked.add("lie_to_the_runner")
-    eventually(lambda: attacked.process.logged("job_child_talks_nonsense"), "the runner to notice")
+    eventually(
+        lambda: attacked.process.logged("job_child_sent_invalid_packet"), "the runner to notice"
+    )
     assert alive(attacked.process.process.pid)
     (attacked.folder / "gate").touch()
     assert attacked.value(other) == 1

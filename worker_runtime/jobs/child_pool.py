@@ -43,8 +43,8 @@ _CHUNK = 16384
 
 
 class OutputCapture:
-    """Keeps the beginning and the end of what a job writes.
-    Reads everything, so no job is held up."""
+    """Keeps the beginning and the end of what a job writes. Reads everything, so no job is held
+    up."""
 
     def __init__(self, descriptor: int) -> None:
         """`descriptor`: the pipe's reading end; must not block."""
@@ -54,8 +54,8 @@ class OutputCapture:
         self._size = 0
 
     def read(self) -> bool:
-        """Reads what has arrived, at most 128 KiB:
-        a job may write faster. False at the pipe's end."""
+        """Reads what has arrived, at most 128 KiB: a job may write faster. Returns False at the
+        pipe's end."""
         for _ in range(8):
             try:
                 data = os.read(self.descriptor, _CHUNK)
@@ -67,7 +67,7 @@ class OutputCapture:
         return True
 
     def text(self) -> str:
-        """The output since the last call."""
+        """Returns the output since the last call."""
         left_out = self._size - len(self._head) - len(self._tail)
         between = f"\n… {left_out} bytes left out …\n".encode() if left_out else b""
         text = (self._head + between + self._tail).decode("utf-8", "replace")

@@ -1,4 +1,5 @@
-"""What the end of a run means (done, failed, cancelled or retried), and writing it to the queue."""
+"""Decides what the end of a run means (done, failed, cancelled, retried), and writes it to the
+queue."""
 
 import random
 from dataclasses import dataclass
@@ -74,7 +75,7 @@ class RunJudge:
     def died(
         self, claimed: ClaimedJob, job: Job, why: str, how: str, output: str, started_ms: int
     ) -> RunEnd:
-        """The child ended without a report: it crashed, or was killed.
+        """Judges a child that ended without a report: it crashed, or was killed.
 
         `why`: 'timeout', 'cancelled' or 'memory', empty for a crash.
         """
@@ -84,7 +85,7 @@ class RunJudge:
         status, delay, crashed = JobStatus.FAILED, 0.0, False
         if why == "cancelled":
             status, error = JobStatus.CANCELLED, JobCancelled("killed on demand")
-        elif why == "memory":  # it would be the same again
+        elif why == "memory":  # a retry would need as much memory
             error = JobMemoryExceeded("killed: it had more memory than its type may have")
         elif not job.idempotent:
             error = JobOutcomeUnknown(f"{error.detail}; it must not run twice")
@@ -96,8 +97,8 @@ class RunJudge:
         return RunEnd(claimed, job, result, delay, crashed)
 
     def refused(self, claimed: ClaimedJob, job: Job | None, error: BerthError) -> RunEnd:
-        """The job has not run here: it is unreadable (None),
-        of an unknown type, or got no process."""
+        """Judges a job that has not run here: it is unreadable (None), of an unknown type, or got
+        no process."""
         status, delay = JobStatus.FAILED, 0.0
         if job is not None and error.retryable and claimed.attempt < job.attempts:
             status, delay = JobStatus.RETRY, jittered(job.retry_delay)

@@ -296,7 +296,7 @@ class JobExecutor:
         try:
             report = read_report(packet)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            self._log.error("job_child_talks_nonsense", pid=child.pid)
+            self._log.error("job_child_sent_invalid_packet", pid=child.pid)
             child.kill(signal.SIGKILL)
             return
         run = self._runs.find(child, report.fence)

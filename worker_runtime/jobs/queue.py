@@ -192,7 +192,7 @@ class JobQueue:
         return [_text(outcome) for outcome in outcomes], batch
 
     def report_error(self, key: str, text: str) -> None:
-        """Has operators told."""
+        """Queues an error for the operators' alert."""
         entry = ("key", key, "text", text, "count", 1)
         self.client.execute("XADD", ERRORS, "MAXLEN", "~", MAX_ERRORS, "*", *entry)
 

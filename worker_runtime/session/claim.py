@@ -72,7 +72,7 @@ class InboxHandler(ABC):
     def handle(self, data: bytes) -> None:
         """Acts on one inbox message; logs and drops forged, garbled and misdirected ones.
 
-        Raises `WorkerExit` when this worker is not wanted or must not continue.
+        Raises `WorkerExit` when this worker was released or must stop.
         """
         try:
             message: InboxMessage = decode(self._parts.verify(data), InboxMessage)

@@ -176,12 +176,13 @@ class BrokerSessions:
     def ensure_session(
         self, account_id: str, timeout: float, *, at_most: float = math.inf, listed: bool = True
     ) -> Broker:
-        """A live session of this account, rebuilt if necessary, with its orders listed if `listed`.
+        """Returns a live session of this account, rebuilt if necessary, with its orders listed if
+        `listed`.
 
         Waits up to `timeout` for room within the broker's limits, and then up to `at_most` for a
-        login. While other accounts, whose requests would wait, have a session: for one that began a
-        moment ago, and for none that failed. Raises `UnknownAccount`, `LeaseLost`, `RateLimited` or
-        the login's error; no order has been sent then.
+        login. If another account has a session, waits only for a login that has just begun, and
+        fails at once if the last login failed. Raises `UnknownAccount`, `LeaseLost`, `RateLimited`
+        or the login's error; no order has been sent then.
         """
         session = self._account_sessions.get(account_id)
         if session is None:
@@ -357,8 +358,8 @@ class BrokerSessions:
 
     def _note_suspension(self, account: OpenedAccount, error: BerthError | None) -> None:
         """Passes on a pause that the broker asks for, so that no other account of the person and no
-        successor of this worker logs in meanwhile. A version that is refused is no matter of the
-        person."""
+        successor of this worker logs in meanwhile. A refused SDK version does not concern the
+        person, so it is not noted."""
         asks = isinstance(error, LoginLimited | BrokerMaintenance)
         if (
             error is not None

@@ -28,7 +28,7 @@ class CrashedTooOften(Exception):
 
 
 class NothingToAdopt(Exception):
-    """The user has no worker that a run that was started anew could continue with."""
+    """The user has no worker to adopt."""
 
 
 class _StartHeldBack(Exception):
