@@ -369,21 +369,31 @@ class ClaimActivities:
         worker, if its assignment has ended or Valkey does not have it under the claim any more.
         """
         unended = assigned.unended
-        claim_id, pool = (unended or request).claim_id, (unended or request).pool
-        worker_id = (unended or assigned).worker_id or ""
         if unended is not None:
+            worker_id = unended.worker_id or ""
             log.error("claim_while_another_unended", user_id=request.user_id, worker_id=worker_id)
-        elif not assigned.ended and (
-            not worker_id or await entries.worker_of_claim(self.client, pool, claim_id) == worker_id
-        ):
-            return None
+            return WorkerRef(
+                worker_id=worker_id,
+                task_id=unended.task_id or "",
+                epoch=unended.epoch,
+                claim_id=unended.claim_id,
+                pool=unended.pool,
+                warm=False,
+            )
+        worker_id = assigned.worker_id or ""
+        if not assigned.ended:
+            if not worker_id:
+                return None
+            holder = await entries.worker_of_claim(self.client, request.pool, request.claim_id)
+            if holder == worker_id:
+                return None
         return WorkerRef(
             worker_id=worker_id,
-            task_id=(unended or assigned).task_id or "",
-            epoch=(unended or assigned).epoch,
-            claim_id=claim_id,
-            pool=pool,
-            warm=bool(worker_id) and unended is None,
+            task_id=assigned.task_id or "",
+            epoch=assigned.epoch,
+            claim_id=request.claim_id,
+            pool=request.pool,
+            warm=bool(worker_id),
         )
 
     async def _claim_message(

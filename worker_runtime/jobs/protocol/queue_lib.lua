@@ -90,17 +90,17 @@ end
 
 -- Puts a job among the delayed ones until it is due, or else into its subqueue.
 local function enter_queue(id, now)
-  local job = redis.call('HMGET', P .. 'job:' .. id, 'queue', 'name', 'score', 'due')
-  if not job[1] then return end
-  if tonumber(job[4]) > now then
+  local queue, name, score, due = unpack(redis.call('HMGET', P .. 'job:' .. id, 'queue', 'name', 'score', 'due'))
+  if not queue then return end
+  if tonumber(due) > now then
     redis.call('HSET', P .. 'job:' .. id, 'state', 'delayed')
-    redis.call('ZADD', P .. 'delayed', job[4], id)
+    redis.call('ZADD', P .. 'delayed', due, id)
     -- Idle runners know only when the first delayed job is due.
-    if redis.call('ZRANGE', P .. 'delayed', 0, 0)[1] == id then ring(job[1]) end
+    if redis.call('ZRANGE', P .. 'delayed', 0, 0)[1] == id then ring(queue) end
     return
   end
   redis.call('HSET', P .. 'job:' .. id, 'state', 'waiting')
-  push_job(id, job[1], job[2], job[3])
+  push_job(id, queue, name, score)
 end
 
 -- Puts a job into its subqueue now, however Valkey's clock has stepped.
@@ -194,6 +194,7 @@ end
 -- name, queue, attempt, unique key and group.
 local function end_job(status, id, job, result, ttl, retention)
   local key = P .. 'job:' .. id
+  local name, queue, attempt, unique, group = unpack(job, 1, 5)
   if status == 'failed' then
     redis.call('HSET', key, 'state', 'failed', 'failure', result)
     redis.call('EXPIRE', key, retention)
@@ -209,6 +210,6 @@ local function end_job(status, id, job, result, ttl, retention)
     redis.call('DEL', key)
   end
   redis.call('SET', P .. 'result:' .. id, result, 'EX', ttl)
-  publish_event(status, id, job[1], job[2], job[3], result)
-  if job[4] or job[5] then free_keys(id, job[4], job[5], (clock())) end
+  publish_event(status, id, name, queue, attempt, result)
+  if unique or group then free_keys(id, unique, group, (clock())) end
 end
