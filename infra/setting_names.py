@@ -41,6 +41,7 @@ OTHER_VARIABLES: Mapping[str, frozenset[str]] = {
     ),
     "tests, and images that benchmarks build": frozenset(
         {
+            "FAILED_TESTS",
             "CHAOS_MINUTES",
             "CHAOS_SEED",
             "DRILL_GAP",
