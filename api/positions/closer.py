@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from functools import partial
 from typing import Self
 from uuid import uuid4
 from weakref import WeakValueDictionary
@@ -112,10 +111,10 @@ class PositionClose:
     actor: str
     pricing: PricedBody
     quantity: int | None
-    #: Only a position on this side; None: on either side.
-    long: bool | None = None
+    #: True: only a long position; False: only a short one; None: either.
+    is_long: bool | None = None
     #: Client order id of the order that opens a position afterwards; None: nothing is opened.
-    opens: str | None = None
+    opening_order_id: str | None = None
 
     @classmethod
     def of(
@@ -125,7 +124,7 @@ class PositionClose:
         account_id: str,
         symbol: str,
         actor: str,
-        long: bool | None = None,
+        is_long: bool | None = None,
     ) -> Self:
         fingerprint = body.fingerprint(account_id, symbol)
         return cls(
@@ -137,19 +136,21 @@ class PositionClose:
             actor=actor,
             pricing=body,
             quantity=body.quantity,
-            long=long,
+            is_long=is_long,
         )
 
     def closes(self, position: Position) -> bool:
-        """Whether it may mean this position. An entry closes the other side, whatever its
+        """Returns True if it may mean this position. An entry closes the other side, whatever its
         condition."""
         held, condition = position.held(self.pricing.lot), self.pricing.condition
-        if self.opens is not None:  # of shares it may not open next to lots on the other side
+        if (
+            self.opening_order_id is not None
+        ):  # of shares it may not open next to lots on the other side
             held, condition = held or position.quantity, None
         return (
             may_be_same_contract(position.symbol, self.symbol)
             and held != 0
-            and self.long in (None, held > 0)
+            and self.is_long in (None, held > 0)
             and condition in (None, position.condition)
         )
 
@@ -161,6 +162,18 @@ class Holdings:
 
     positions: Sequence[Position]
     since: datetime
+
+
+@dataclass(frozen=True)
+class QuietRule:
+    """Says which other orders in an account and symbol keep an order from being placed: those that
+    work, and those that were filled since `since`, PostgreSQL's time."""
+
+    since: datetime
+    #: Only orders on this side count; empty: on any side.
+    side: str = ""
+    #: Client order ids of orders that do not count.
+    except_ids: Sequence[str] = ()
 
 
 class PositionCloser:
@@ -194,16 +207,11 @@ class PositionCloser:
         return Holdings(report.positions, now - (behind if certain else max(FILL_MARGIN, behind)))
 
     async def require_quiet(
-        self, user_id: str, account_id: str, symbol: str, since: datetime, but: Sequence[str] = ()
+        self, user_id: str, account_id: str, symbol: str, quiet: QuietRule
     ) -> None:
-        """Raises `PositionBusy` while an order works in a symbol, or if one was filled since
-        `since`."""
+        """Raises `PositionBusy` if an order in a symbol conflicts by the rule `quiet`."""
         async with self._database.session(autocommit=True) as session:
-            conflict = await order_checks.conflicting_order(
-                session, user_id, account_id, symbol, "", since, but
-            )
-        if conflict is not None:
-            raise _position_busy(conflict)
+            await _require_quiet(session, user_id, account_id, symbol, quiet)
 
     async def close_position(
         self, close: PositionClose, wait: float, *, not_after: float = math.inf
@@ -222,49 +230,28 @@ class PositionCloser:
         if known:
             return await self._repeat(known, ids, close.parent, wait, close.actor)
         holdings = await self.read_holdings(close.user_id, close.account_id, not_after)
-        since = holdings.since
-        meant = [position for position in holdings.positions if close.closes(position)]
-        positions = [position for position in meant if position.symbol == close.symbol]
-        if meant and not positions:
-            raise CloseInvalid(
-                f"{close.symbol} may stand for {meant[0].symbol}, which is held: name that"
+        position = _choose_position(close, holdings)
+        if position is None:
+            # An order that works or was just filled may have made such a position, or make it yet.
+            own_ids = [] if close.opening_order_id is None else [close.opening_order_id]
+            await self.require_quiet(
+                close.user_id,
+                close.account_id,
+                close.symbol,
+                QuietRule(holdings.since, except_ids=own_ids),
             )
-        if not positions:
-            async with self._database.session() as session:
-                where = (close.user_id, close.account_id, close.symbol)
-                conflict = await order_checks.conflicting_order(
-                    session, *where, "", since, [close.opens or ""]
-                )
-            if conflict is not None:  # it may have made such a position, or make it yet
-                raise _position_busy(conflict)
             raise NoPosition
-        if len(positions) > 1:
-            kinds = ", ".join(sorted(position.condition for position in positions))
-            raise CloseInvalid(f"there are several positions ({kinds}): say the condition of one")
-        terms: dict[str, object] = {"condition": positions[0].condition}
-        if close.opens is not None:  # its open or close type is that of the order that opens
-            terms["open_close"] = OpenClose.AUTO
-        pricing = close.pricing.model_copy(update=terms)
-        signed = positions[0].held(pricing.lot)
-        held = abs(signed)
-        quantity = close.quantity or held
-        if quantity > held or not held:
-            raise CloseInvalid(f"the position is {held} of this lot")
-        if quantity > MAX_QUANTITY:
-            raise CloseInvalid(f"one close takes at most {MAX_QUANTITY}; close it in steps")
-        side = Side.SELL if signed > 0 else Side.BUY
-        body = pricing.order(close.client_order_id, close.account_id, close.symbol, side, quantity)
+        order = _close_order(close, position)
         # What works on the other side would be filled next to the position that is opened
         # afterwards.
-        busy = side.value if close.opens is None else ""
+        side = order.side.value if close.opening_order_id is None else ""
         return await self.place_alone(
             close.user_id,
-            body,
+            order,
             close.parent,
-            since,
             wait,
             close.actor,
-            side=busy,
+            quiet=QuietRule(holdings.since, side),
             not_after=not_after,
         )
 
@@ -273,31 +260,20 @@ class PositionCloser:
         user_id: str,
         body: OrderRequest,
         parent: ParentRequest,
-        since: datetime,
         wait: float,
         actor: str,
         *,
-        side: str = "",
-        but: Sequence[str] = (),
+        quiet: QuietRule,
         not_after: float = math.inf,
     ) -> PlacementResult:
         """Places an order, a close above the market's maximum as several, and waits for the outcome
         up to `wait` seconds.
 
-        Only while no other order (on `side`, or on any) works in its account and symbol, and none
-        was filled since `since`; those with client order ids in `but` do not count. `not_after` as
-        in `close_position`. Raises `PositionBusy`, `IntentExpired` and what
-        `OrderPlacer.place_order` raises.
+        Only while no other order conflicts by the rule `quiet`. `not_after` as in `close_position`.
+        Raises `PositionBusy`, `IntentExpired` and what `OrderPlacer.place_order` raises.
         """
         (placed,) = await self.place_together(
-            user_id,
-            [(body, parent)],
-            wait,
-            actor,
-            since=since,
-            side=side,
-            but=but,
-            not_after=not_after,
+            user_id, [(body, parent)], wait, actor, quiet=quiet, not_after=not_after
         )
         return placed
 
@@ -308,58 +284,81 @@ class PositionCloser:
         wait: float,
         actor: str,
         *,
-        since: datetime | None,
-        side: str = "",
-        but: Sequence[str] = (),
+        quiet: QuietRule | None,
         not_after: float = math.inf,
         guard: Callable[[AsyncSession], Awaitable[None]] | None = None,
     ) -> list[PlacementResult]:
         """Places orders of one account and symbol as `place_alone` does: all of them are written,
         or none.
 
-        `since` None: whatever else works or was filled. `guard` runs in the transaction that writes
+        `quiet` None: whatever else works or was filled. `guard` runs in the transaction that writes
         them, and keeps them from being written by raising.
         """
         first = orders[0][0]
         where = (user_id, first.account_id, first.symbol)
-        ids = [part_ids(body.client_order_id) for body, _ in orders]
-        write = partial(self._placer.write_order, user_id, not_after=not_after)
+        ids = [client_id for body, _ in orders for client_id in part_ids(body.client_order_id)]
         written: list[list[PendingOrder | PlacementResult]] = []
         async with self._user_turn(user_id), self._database.session() as session:
-            if since is not None:
+            if quiet is not None:
                 await order_checks.lock_symbol(session, *where)
             if guard is not None:
                 await guard(session)
-            known = await order_checks.orders_by_client_ids(
-                session, user_id, [name for names in ids for name in names]
-            )
+            known = await order_checks.orders_by_client_ids(session, user_id, ids)
             if not known:  # else an equal request was quicker
-                if since is not None:
-                    conflict = await order_checks.conflicting_order(
-                        session, *where, side, since, but
-                    )
-                    if conflict is not None:
-                        raise _position_busy(conflict)
+                if quiet is not None:
+                    await _require_quiet(session, *where, quiet)
                 if time.monotonic() >= not_after:
                     raise IntentExpired("its deadline had passed before the order could be written")
-                for body, parent in orders:
-                    parts = [body]
-                    if parent.reduce_only:
-                        parts = split_close(body, await _find_market(session, user_id, body))
-                    written.append(
-                        [await write(part, actor, parent=parent, session=session) for part in parts]
-                    )
+                written = await self._write_orders(session, user_id, orders, actor, not_after)
         if known:
-            repeats = []
-            for names, (_, parent) in zip(ids, orders, strict=True):
-                row = known.get(names[0])
-                if row is not None:
-                    # Guarded ids are made of what was asked for, so whatever has them is the same
-                    # request.
-                    own = parent if guard is None else replace(parent, fingerprint=row.fingerprint)
-                    repeats.append(self._repeat(known, names, own, wait, actor))
-            return list(await asyncio.gather(*repeats))
+            return await self._repeat_all(known, orders, wait, actor, guarded=guard is not None)
         return list(await asyncio.gather(*(self._follow_parts(parts, wait) for parts in written)))
+
+    async def _write_orders(
+        self,
+        session: AsyncSession,
+        user_id: str,
+        orders: Sequence[tuple[OrderRequest, ParentRequest]],
+        actor: str,
+        not_after: float,
+    ) -> list[list[PendingOrder | PlacementResult]]:
+        """Writes orders in the caller's transaction, and returns the parts of each: several for a
+        close above the market's maximum, else one."""
+        written = []
+        for body, parent in orders:
+            parts = [body]
+            if parent.reduce_only:
+                parts = split_close(body, await _find_market(session, user_id, body))
+            written.append(
+                [
+                    await self._placer.write_order(
+                        user_id, part, actor, parent=parent, session=session, not_after=not_after
+                    )
+                    for part in parts
+                ]
+            )
+        return written
+
+    async def _repeat_all(
+        self,
+        known: Mapping[str, Row],
+        orders: Sequence[tuple[OrderRequest, ParentRequest]],
+        wait: float,
+        actor: str,
+        *,
+        guarded: bool,
+    ) -> list[PlacementResult]:
+        """Returns the outcomes of those orders that an equal request has written."""
+        repeats = []
+        for body, parent in orders:
+            row = known.get(body.client_order_id)
+            if row is not None:
+                # Guarded ids are made of what was asked for, so whatever has them is the same
+                # request.
+                own = replace(parent, fingerprint=row.fingerprint) if guarded else parent
+                ids = part_ids(body.client_order_id)
+                repeats.append(self._repeat(known, ids, own, wait, actor))
+        return list(await asyncio.gather(*repeats))
 
     async def _follow_parts(
         self, parts: Sequence[PendingOrder | PlacementResult], wait: float
@@ -375,7 +374,8 @@ class PositionCloser:
         wait: float,
         actor: str,
     ) -> PlacementResult:
-        """The outcome of what an equal request has written; sends what that may not have sent."""
+        """Returns the outcome of what an equal request has written; sends what that may not have
+        sent."""
         rows = [known[client_id] for client_id in ids if client_id in known]
         body = OrderRequest.model_validate(rows[0], from_attributes=True)
         bodies = [body.model_copy(update={"client_order_id": row.client_order_id}) for row in rows]
@@ -399,5 +399,45 @@ async def _find_market(session: AsyncSession, user_id: str, order: OrderRequest)
     return market
 
 
-def _position_busy(conflict: Row) -> PositionBusy:
-    return PositionBusy(f"order {conflict.id} works on this position, or has just changed it")
+async def _require_quiet(
+    session: AsyncSession, user_id: str, account_id: str, symbol: str, quiet: QuietRule
+) -> None:
+    conflict = await order_checks.conflicting_order(
+        session, user_id, account_id, symbol, quiet.side, quiet.since, quiet.except_ids
+    )
+    if conflict is not None:
+        raise PositionBusy(f"order {conflict.id} works on this position, or has just changed it")
+
+
+def _choose_position(close: PositionClose, holdings: Holdings) -> Position | None:
+    """Returns the position that a close means, or None if there is none. Raises `CloseInvalid` if
+    it may mean several, or one under another symbol."""
+    candidates = [position for position in holdings.positions if close.closes(position)]
+    positions = [position for position in candidates if position.symbol == close.symbol]
+    if candidates and not positions:
+        raise CloseInvalid(
+            f"{close.symbol} may stand for {candidates[0].symbol}, which is held: name that"
+        )
+    if len(positions) > 1:
+        kinds = ", ".join(sorted(position.condition for position in positions))
+        raise CloseInvalid(f"there are several positions ({kinds}): say the condition of one")
+    return positions[0] if positions else None
+
+
+def _close_order(close: PositionClose, position: Position) -> OrderRequest:
+    """Returns the order that closes a position. Raises `CloseInvalid` if the position is smaller,
+    or the order would be too large."""
+    terms: dict[str, object] = {"condition": position.condition}
+    if close.opening_order_id is not None:
+        # Its open or close type is that of the order that opens.
+        terms["open_close"] = OpenClose.AUTO
+    pricing = close.pricing.model_copy(update=terms)
+    signed = position.held(pricing.lot)
+    held = abs(signed)
+    quantity = close.quantity or held
+    if quantity > held or not held:
+        raise CloseInvalid(f"the position is {held} of this lot")
+    if quantity > MAX_QUANTITY:
+        raise CloseInvalid(f"one close takes at most {MAX_QUANTITY}; close it in steps")
+    side = Side.SELL if signed > 0 else Side.BUY
+    return pricing.order(close.client_order_id, close.account_id, close.symbol, side, quantity)

@@ -21,7 +21,7 @@ from api.http.problems import ProblemError
 from api.orders.outcomes import UNANSWERED, OrderReader, failure_of
 from api.orders.placer import ParentRequest, PlacementResult
 from api.orders.schemas import OrderView
-from api.positions.closer import PositionClose, PositionCloser
+from api.positions.closer import PositionClose, PositionCloser, QuietRule
 from api.positions.parts import part_ids, read_again, whole_of
 from api.positions.schemas import Intent, IntentRequest, IntentView
 from infra.database.engine import Database
@@ -133,8 +133,8 @@ class IntentRunner:
             actor=actor,
             pricing=body,
             quantity=None if enters else body.quantity,
-            long=body.intent.long != enters,
-            opens=run.opening_id if enters else None,
+            is_long=body.intent.long != enters,
+            opening_order_id=run.opening_id if enters else None,
         )
         try:
             closed = await self.positions.close_position(
@@ -150,7 +150,7 @@ class IntentRunner:
         return await self._reverse(run, closed.order)
 
     async def _reverse(self, run: IntentRun, close: OrderView) -> IntentView:
-        """The opening leg, once the closing one is filled."""
+        """Opens the position once the closing leg is filled."""
         close = await self._final(close, run)
         failure = failure_of(close)
         if not close.final or failure is not None:
@@ -166,13 +166,13 @@ class IntentRunner:
         # Also of a repeat: what was filled after the first one's look has changed the position.
         run = replace(run, since=min(run.since, close.accepted_at))
         try:
-            opened = await self._open(run, but=part_ids(close.client_order_id))
+            opened = await self._open(run, except_ids=part_ids(close.client_order_id))
         except BerthError as error:
             raise ProblemError(error, legs=[close]) from None
         return run.result([close, opened.order], opened.failure)
 
-    async def _open(self, run: IntentRun, but: Sequence[str] = ()) -> PlacementResult:
-        """Opens the position; orders with client order ids in `but` are not in its way."""
+    async def _open(self, run: IntentRun, except_ids: Sequence[str] = ()) -> PlacementResult:
+        """Opens the position; orders with client order ids in `except_ids` are not in its way."""
         body = run.body
         assert body.quantity is not None  # an entry has one  # noqa: S101
         side = Side.BUY if body.intent is Intent.LONG_ENTRY else Side.SELL
@@ -181,15 +181,14 @@ class IntentRunner:
             run.user_id,
             order,
             run.parent_request(reduce_only=False),
-            run.since,
             run.remaining_s,
             run.actor,
-            but=but,
+            quiet=QuietRule(run.since, except_ids=except_ids),
             not_after=run.not_after,
         )
 
     async def _final(self, order: OrderView, run: IntentRun) -> OrderView:
-        """The order once it is final, or as it is when the time is over."""
+        """Returns the order once it is final, or as it is when the time is over."""
         with self.notifications.expect(order_changes.ORDERS_CHANNEL, order.user_id) as news:
             while not order.final and run.remaining_s:
                 news.clear()
@@ -200,5 +199,5 @@ class IntentRunner:
 
 
 def all_answered(result: IntentView) -> bool:
-    """Whether the broker has answered all of it."""
+    """Returns True if the broker has answered all of it."""
     return result.complete and all(order.state not in UNANSWERED for order in result.legs)

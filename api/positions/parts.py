@@ -28,8 +28,8 @@ _MAX_ID_LENGTH = 64
 
 
 class CloseView(OrderView):
-    """The order that closes a position; of several, what they come to together, under the first
-    one's id."""
+    """Shows the order that closes a position; of several, what they come to together, under the
+    first one's id."""
 
     parts: list[OrderView] = Field(
         default_factory=list, description="The orders, if the market's maximum made it several."
@@ -37,7 +37,7 @@ class CloseView(OrderView):
 
 
 def part_ids(client_order_id: str) -> list[str]:
-    """The client order ids that the parts of a close can have."""
+    """Returns the client order ids that the parts of a close can have."""
     return [
         client_order_id,
         *(f"{client_order_id}#{number}" for number in range(2, MAX_PARTS + 1)),
@@ -74,7 +74,7 @@ def split_close(body: OrderRequest, market: MarketRule) -> list[OrderRequest]:
 
 
 def whole_of(parts: Sequence[OrderView]) -> OrderView:
-    """The outcome of all parts: final when all are, filled when all are."""
+    """Returns the outcome of all parts: final when all are, filled when all are."""
     if len(parts) == 1:
         return parts[0]
     filled = sum(part.filled_quantity for part in parts)
@@ -110,8 +110,8 @@ def whole_of(parts: Sequence[OrderView]) -> OrderView:
 
 
 def whole_result(results: Sequence[PlacementResult]) -> PlacementResult:
-    """Failed if nothing of it can come to the broker, or if something is not known to be on its
-    way."""
+    """Returns the outcome of a close: failed if nothing of it can come to the broker, or if
+    something is not known to be on its way."""
     failures = [result for result in results if result.failure is not None]
     lost = next((result.failure for result in failures if not result.order.final), None)
     return PlacementResult(
@@ -122,6 +122,6 @@ def whole_result(results: Sequence[PlacementResult]) -> PlacementResult:
 
 
 async def read_again(reader: OrderReader, order: OrderView) -> OrderView:
-    """The order, or the whole of several, as it is now."""
+    """Returns the order, or the whole of several, as it is now."""
     parts = order.parts if isinstance(order, CloseView) else [order]
     return whole_of([await reader.get(UUID(part.id)) for part in parts])

@@ -28,7 +28,7 @@ from api.http.notifications import NotificationListener, heard_within
 from api.orders.outcomes import UNANSWERED, OrderReader, failure_of
 from api.orders.placer import ParentRequest
 from api.orders.schemas import MAX_QUANTITY, OrderRequest, OrderView
-from api.positions.closer import Holdings, PositionCloser
+from api.positions.closer import Holdings, PositionCloser, QuietRule
 from api.positions.parts import part_ids, read_again
 from api.webhooks.meaning import stored_meaning
 from api.webhooks.planning import (
@@ -341,7 +341,7 @@ class SignalQueue:
         held, condition = _held(meaning, holdings)
         plan = plan_signal(meaning, held, condition=condition, since=holdings.since)
         if not plan.orders:  # it may be another order's turn to make such a position, or to end it
-            await self._positions.require_quiet(*run.where, holdings.since)
+            await self._positions.require_quiet(*run.where, QuietRule(holdings.since))
         return plan
 
     async def plan_from_position(
@@ -388,17 +388,18 @@ class SignalQueue:
             if await signals.is_revoked(session, call.webhook_id):
                 raise errors.WebhookUnknown("the webhook was revoked")
 
-        alone = not run.meaning.wish.is_plain
-        # An order that works on the other side could be filled after the new position is opened.
-        only_closes = not plan.opens
+        quiet = None
+        if not run.meaning.wish.is_plain:
+            # An order that works on the other side could be filled after the new position is
+            # opened.
+            side = "" if plan.opens else orders[0].side.value
+            quiet = QuietRule(plan.since or call.received_at, side, run.names)
         placed = await self._positions.place_together(
             call.user_id,
             legs,
             run.remaining_s + ANSWER_GRACE,
             actor_of(run.held.webhook),
-            since=(plan.since or call.received_at) if alone else None,
-            side=orders[0].side.value if only_closes else "",
-            but=run.names,
+            quiet=quiet,
             not_after=run.until,
             guard=holds_lease,
         )

@@ -12,6 +12,7 @@ import pytest
 from api.http.errors import IntentExpired
 from api.orders.placer import ParentRequest
 from api.orders.schemas import OrderRequest
+from api.positions.closer import QuietRule
 from infra.database.orders import checks as order_checks
 from tests.support.api.orders import send_intent, start_worker_holding, submitted_orders
 from tests.support.api.scripted_answers import answer_submitted
@@ -120,7 +121,13 @@ async def test_after_its_deadline_no_order_is_written_however_long_its_turn_took
         since = await order_checks.database_clock(session)
         opening = asyncio.create_task(
             services.closer.place_alone(
-                api.user, body, leg, since, 5, "test", not_after=time.monotonic() + 0.2
+                api.user,
+                body,
+                leg,
+                5,
+                "test",
+                quiet=QuietRule(since),
+                not_after=time.monotonic() + 0.2,
             )
         )
         await asyncio.wait({opening}, timeout=0.3)
