@@ -114,19 +114,10 @@ class ClaimActivities:
         if request.failed:
             await self._canaries.count_failed(request.pool, request.failed[-1], request.user_id)
         claimed = await self._assign_worker(request)
-        entry, worker = claimed.entry, claimed.worker
-        if claimed.adopted is not None:
-            return _adopted_result(claimed, claimed.adopted)
-        if entry.status == "none":
-            return ClaimResult(status=ClaimStatus.NONE)
-        if claimed.crashes and not worker.epoch:
-            return ClaimResult(status=ClaimStatus.BACK_OFF, crashes=claimed.crashes)
-        if entry.status == "empty":
-            return ClaimResult(status=ClaimStatus.EMPTY)
-        if entry.status == "gone":
-            return _gone_result(worker, "the claimed worker is gone")
-        if entry.status == "refused":
-            return _no_account_result(request, claimed)
+        early_result = _result_without_claim(request, claimed)
+        if early_result is not None:
+            return early_result
+        worker = claimed.worker
         # Read after the commit of the assignment, so that no change of the switch is missed.
         (generation, server), switch = await asyncio.gather(
             valkey.read_generation_and_server(self.client, uuid.uuid4().hex),
@@ -136,15 +127,10 @@ class ClaimActivities:
         if not await entries.write_owner(self.client, request.user_id, worker, generation, words):
             return _gone_result(worker, "a later assignment owns the user")
         replies = ClaimReplies(self.client, self.sealer.keys, worker)
-        reply = None if entry.status == "claimed" else await replies.present(1)
+        reply = None if claimed.entry.status == "claimed" else await replies.present(1)
         if reply is None:
-            inbox = keys.pool_inbox(request.pool, worker.worker_id)
-            # Sent again only if it was lost on the way: a worker answers a repeated claim again.
-            if entry.status == "claimed" or not await valkey.reply_of(self.client.llen(inbox)):
-                claim = await self._claim_message(request, claimed, generation, switch.version)
-                if claim is None:
-                    return _gone_result(worker, "the worker was cut off")
-                await push_signed(self.client, inbox, claim, self.sealer.keys.signing_keys)
+            if not await self._send_claim(request, claimed, generation, switch.version):
+                return _gone_result(worker, "the worker was cut off")
             reply = await replies.wait(1, request.reply_wait)
         return await self._record_result(request, worker, reply)
 
@@ -396,6 +382,24 @@ class ClaimActivities:
             warm=bool(worker_id),
         )
 
+    async def _send_claim(
+        self,
+        request: ClaimRequest,
+        claimed: _ClaimedWorker,
+        generation: str,
+        switch_version: int,
+    ) -> bool:
+        """Pushes the claim, with sealed credentials, to the worker's inbox, unless it is there
+        already. Returns False if the worker was cut off meanwhile."""
+        inbox = keys.pool_inbox(request.pool, claimed.worker.worker_id)
+        # Sent again only if it was lost on the way: a worker answers a repeated claim again.
+        if claimed.entry.status == "claimed" or not await valkey.reply_of(self.client.llen(inbox)):
+            claim = await self._claim_message(request, claimed, generation, switch_version)
+            if claim is None:
+                return False
+            await push_signed(self.client, inbox, claim, self.sealer.keys.signing_keys)
+        return True
+
     async def _claim_message(
         self,
         request: ClaimRequest,
@@ -485,6 +489,25 @@ class ClaimActivities:
             )
             await push_signed(self.client, inbox, message, self.sealer.keys.signing_keys)
         return await self.await_connected(request)
+
+
+def _result_without_claim(request: ClaimRequest, claimed: _ClaimedWorker) -> ClaimResult | None:
+    """Returns the result if there is no worker to send a claim to, or if the user keeps the one
+    they have; else None."""
+    status = claimed.entry.status
+    if claimed.adopted is not None:
+        return _adopted_result(claimed, claimed.adopted)
+    if status == "none":
+        return ClaimResult(status=ClaimStatus.NONE)
+    if claimed.crashes and not claimed.worker.epoch:
+        return ClaimResult(status=ClaimStatus.BACK_OFF, crashes=claimed.crashes)
+    if status == "empty":
+        return ClaimResult(status=ClaimStatus.EMPTY)
+    if status == "gone":
+        return _gone_result(claimed.worker, "the claimed worker is gone")
+    if status == "refused":
+        return _no_account_result(request, claimed)
+    return None
 
 
 def _no_account_result(request: ClaimRequest, claimed: _ClaimedWorker) -> ClaimResult:
