@@ -176,13 +176,38 @@ class ClaimHandler(InboxHandler):
             elif self._last_reply is not None:
                 self._send_buffer.send_claim_reply(self._last_reply)
             return
-        state = self._shared_state
-        state.claiming = 1
-        state.state = WorkerActivity.Claimed
+        self._confirm(claim)
+        self._take_assignment(claim)
+        self._take_lease(claim)
+        self.request_loop = RequestLoop(self._parts)
+        self.request_loop.load_open_orders(claim.open_orders)
+        self._connect(claim, self.request_loop, claim.attempt, claim.connect_timeout)
+
+    def _on_connect(self, message: Connect) -> None:
+        claim = self._claim
+        if claim is None or message.claim_id != claim.claim_id or self.request_loop is None:
+            self._log.warning("connect_dropped", claim_id=message.claim_id)
+        elif self._last_reply is not None and (
+            self.active or message.attempt <= self._last_reply.attempt
+        ):
+            # A repeat: another login for it would spend the broker's limit of logins.
+            self._send_buffer.send_claim_reply(self._last_reply)
+        else:
+            self._connect(claim, self.request_loop, message.attempt, message.connect_timeout)
+
+    def _confirm(self, claim: Claim) -> None:
+        """Confirms the claim. Refuses it and raises `WorkerExit` if it no longer holds."""
+        self._shared_state.claiming = 1
+        self._shared_state.state = WorkerActivity.Claimed
         settled = self._settle(claim)
         if settled != "confirmed":
             self._refuse(claim, claim.epoch, ClaimRefused(f"the claim is {settled}"))
             raise WorkerExit(ExitCode.CLAIM_REFUSED, f"the claim is {settled}")
+
+    def _take_assignment(self, claim: Claim) -> None:
+        """Opens the message keys and writes the user and the epoch to the shared state. Refuses the
+        claim and raises `WorkerExit` if the keys cannot be opened."""
+        state = self._shared_state
         try:
             # Before the assignment: the supervisor needs them for its first renewal of the mark.
             state.write_message_keys(
@@ -201,7 +226,11 @@ class ClaimHandler(InboxHandler):
         state.switch_version = claim.switch_version
         state.assign(claim.user_id, claim.claim_id, claim.epoch)
         self._log.info("claimed", claim_id=claim.claim_id, user_id=claim.user_id, epoch=claim.epoch)
-        state.state = WorkerActivity.Connecting
+
+    def _take_lease(self, claim: Claim) -> None:
+        """Renews the mark, which gives the session its lease. Answers the claim with the failure
+        and raises `WorkerExit` if the mark is refused."""
+        self._shared_state.state = WorkerActivity.Connecting
         # Without an answer the supervisor keeps trying; without a lease no login is made.
         outcome = self._renew_mark()
         if outcome not in ("ok", ""):
@@ -210,24 +239,10 @@ class ClaimHandler(InboxHandler):
             )
             self._answer(claim, claim.attempt, failure)
             raise WorkerExit(ExitCode.FENCED, f"the mark was refused: {outcome}")
-        self.request_loop = RequestLoop(self._parts)
-        self.request_loop.load_open_orders(claim.open_orders)
-        self._connect(claim, self.request_loop, claim.attempt, claim.connect_timeout)
-
-    def _on_connect(self, message: Connect) -> None:
-        claim = self._claim
-        if claim is None or message.claim_id != claim.claim_id or self.request_loop is None:
-            self._log.warning("connect_dropped", claim_id=message.claim_id)
-        elif self._last_reply is not None and (
-            self.active or message.attempt <= self._last_reply.attempt
-        ):
-            # A repeat: another login for it would spend the broker's limit of logins.
-            self._send_buffer.send_claim_reply(self._last_reply)
-        else:
-            self._connect(claim, self.request_loop, message.attempt, message.connect_timeout)
 
     def _settle(self, claim: Claim) -> str:
-        """Confirms the claim. A repeat after a lost reply gives the same answer."""
+        """Asks Valkey to confirm the claim, and returns the claim's state. A repeat after a lost
+        reply gives the same answer."""
         key = keys.pool_worker(self._config.pool, self._config.worker_id)
         for _ in range(_SETTLE_ATTEMPTS):
             try:
