@@ -327,14 +327,7 @@ class JobExecutor:
         child.capture.read()
         output = outcome.output if child.shared_by else child.capture.text()
         self._runs.remove(run)
-        if child.shared_by:
-            pass  # it ends with its last job, or when it is not needed
-        elif outcome.last:
-            child.uses = 0
-        elif run.kill_reason:
-            child.uses = 0  # it has received SIGTERM, which could harm the next job
-            self.pool.kill(child)
-        self.pool.give_back(child)
+        self._settle_child(run, is_last=outcome.last)
         self.runtime_estimate.add_run(run.job.queued_type, outcome.took)
         runner_id = self._registration.runner_id
         self._start_prefetched()
@@ -343,6 +336,18 @@ class JobExecutor:
         self.pending_ends.add(
             self._judge().reported(run.claimed, run.job, outcome, output, run.started_ms)
         )
+
+    def _settle_child(self, run: JobRun, *, is_last: bool) -> None:
+        """Gives the child of a run that ended back to the pool. A child that is not shared takes no
+        further job if this one was its last, or if it was signalled to end."""
+        child = run.child
+        if not child.shared_by:  # a shared one ends with its last job, or when it is not needed
+            if is_last:
+                child.uses = 0
+            elif run.kill_reason:
+                child.uses = 0  # it has received SIGTERM, which could harm the next job
+                self.pool.kill(child)
+        self.pool.give_back(child)
 
     def _child_ended(self, child: JobChild, status: int) -> None:
         while packet := child.receive():  # reports that it sent before it ended
