@@ -133,7 +133,7 @@ _view = memoryview(_buffer)
 
 
 def receive_packet(link: socket.socket) -> bytes:
-    """One packet; b"" when the other side has closed. Raises `OSError`."""
+    """Returns one packet; b"" when the other side has closed. Raises `OSError`."""
     return bytes(_view[: link.recv_into(_buffer)])
 
 
@@ -145,7 +145,7 @@ class ChildProcess:
     """A child, from its fork to its end. A subclass runs the jobs."""
 
     def __init__(self, link: socket.socket, output: int, uses: int) -> None:
-        """`uses`: jobs that it may run."""
+        """Serves a child that may run `uses` jobs."""
         self._link = link
         self._output = output
         self._uses = uses
@@ -221,7 +221,7 @@ class BuiltInChildProcess(ChildProcess):
     def __init__(
         self, link: socket.socket, output: int, registry: "JobRegistry", uses: int, size: int
     ) -> None:
-        """`uses`: jobs that it may run. `size`: bytes of address space at the start."""
+        """Serves a child that may run `uses` jobs and starts with `size` bytes of address space."""
         super().__init__(link, output, uses)
         self._registry = registry
         self._size = size

@@ -60,7 +60,7 @@ class QueueListener(Doorbell):
         on_element: Callable[[bytes], None],
         on_connect: Callable[[], None],
     ) -> None:
-        """`client` is used by this listener alone."""
+        """Takes a `client` that this listener alone uses."""
         super().__init__(client, (), selector, log)
         self._on_element = on_element
         self._on_connect = on_connect
@@ -72,7 +72,7 @@ class QueueListener(Doorbell):
             self._on_element(element)
 
     def seconds_until_due(self) -> float:
-        """Seconds until `run_due` has something to do."""
+        """Returns the seconds until `run_due` has something to do."""
         return super().seconds_until_due() if self._keys else 3600.0
 
     def listen(self, keys: Sequence[str]) -> None:

@@ -114,8 +114,8 @@ def _children() -> Iterator[int]:
 
 
 def ended_children() -> Iterator[int]:
-    """Process ids of children that have ended.
-    Reap each before the next: until then the id is its own."""
+    """Yields the process ids of children that have ended. Reap each before the next: until then the
+    id is its own."""
     while True:
         try:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -127,13 +127,13 @@ def ended_children() -> Iterator[int]:
 
 
 def rename_process(name: str) -> None:
-    """The name that `ps -o comm` shows: at most 15 bytes."""
+    """Sets the name that `ps -o comm` shows, of at most 15 bytes."""
     _prctl(_PR_SET_NAME, name.encode()[:15] + b"\0")
 
 
 def host_wait(pid: int) -> float:
-    """Seconds for which the threads of a process have waited for a CPU until now; infinite while
-    the process waits for a disk or for memory, 0 where the kernel does not say."""
+    """Returns the seconds for which the threads of a process have waited for a CPU until now;
+    infinite while the process waits for a disk or for memory, 0 where the kernel does not say."""
     try:
         if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "D":
             return math.inf

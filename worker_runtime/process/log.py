@@ -30,7 +30,7 @@ class Log:
         self._fields = fields
 
     def bind(self, **fields: Any) -> Log:
-        """A log with further fields in every line."""
+        """Returns a log with further fields in every line."""
         bound = Log(output=self._output, **{**self._fields, **fields})
         bound._threshold = self._threshold
         return bound

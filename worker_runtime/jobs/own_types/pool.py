@@ -162,8 +162,7 @@ class ForkServerPool(ChildPool):
         on_ended: Callable[[], None],
         on_ready: Callable[[], None],
     ) -> None:
-        """`on_ended` is called when children have ended,
-        `on_ready` when a fork server can be used."""
+        """Calls `on_ended` when children have ended, `on_ready` when a fork server can be used."""
         super().__init__(registry, selector, on_packet, recycle)
         self.own = own
         self.log = log
@@ -439,7 +438,7 @@ class ForkServerPool(ChildPool):
         return bool(_resident_of_tree(child.process_id) > self._baseline + limit)
 
     def reap(self) -> list[tuple[JobChild, int]]:
-        """The children that have ended; collects the fork server and strays, too."""
+        """Returns the children that have ended; collects the fork server and strays, too."""
         for pid in kernel.ended_children():
             if self._server is not None and pid == self._server.pid:
                 status = self._server.wait()
@@ -541,7 +540,7 @@ def _parent(pid: int) -> int:
 
 
 def _resident(pid: int) -> int:
-    """Bytes of a process's memory that no file holds; 0 if it is gone."""
+    """Returns the bytes of a process's memory that no file holds; 0 if it is gone."""
     try:
         fields = Path(f"/proc/{pid}/statm").read_text().split()
         return (int(fields[1]) - int(fields[2])) * resource.getpagesize()
@@ -550,6 +549,6 @@ def _resident(pid: int) -> int:
 
 
 def _resident_of_tree(pid: int, depth: int = 0) -> int:
-    """Bytes of a process and what it has started."""
+    """Returns the bytes of a process and what it has started."""
     started = _children_of(pid) if depth < 16 else []
     return _resident(pid) + sum(_resident_of_tree(child, depth + 1) for child in started)

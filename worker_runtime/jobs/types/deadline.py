@@ -58,7 +58,7 @@ def deadline(seconds: float) -> Iterator[None]:
 
 
 def time_left() -> float:
-    """Seconds until the innermost block ends. Raises `TimeIsUp`."""
+    """Returns the seconds until the innermost block ends. Raises `TimeIsUp`."""
     remaining = _ends[-1] - time.monotonic()
     if remaining <= 0:
         raise TimeIsUp

@@ -143,7 +143,8 @@ def send_post(
 
 
 def _seconds(after: str) -> float | None:
-    """RFC 9110, 10.2.3: seconds, or a date."""
+    """Returns the seconds that a Retry-After header asks for. RFC 9110, 10.2.3: seconds, or a
+    date."""
     try:
         if after.isascii() and after.isdigit():
             pause = float(after)
