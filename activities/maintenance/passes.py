@@ -116,7 +116,8 @@ class MaintenanceActivities:
         )
 
     def _seconds_since(self, before: passes.PassRecord) -> float:
-        """By the monotonic clock if that pass was on this host."""
+        """Returns the seconds since a pass, by the monotonic clock if that pass was on this
+        host."""
         if before.boot == self._boot:
             return _boottime() - before.boottime
         return before.age
@@ -176,11 +177,11 @@ class MaintenanceActivities:
 
 
 def _world_changed(now: passes.PassBasis, then: passes.PassBasis) -> bool:
-    """Whether Valkey, its data or the launcher's list are not those of the pass."""
+    """Returns True if Valkey, its data or the launcher's list are not those of the pass."""
     other = (now.generation, now.server) != (then.generation, then.server)
     return other or is_many(then.tasks - now.tasks, then.tasks)
 
 
 def _boottime() -> float:
-    """Seconds; monotonic, also while the machine sleeps."""
+    """Returns monotonic seconds that also count while the machine sleeps."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
