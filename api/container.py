@@ -284,7 +284,7 @@ class Services:
 async def running_services(
     settings: Settings, counts: ProcessCounts, traces: Traces | None = None
 ) -> AsyncIterator[Services]:
-    """All services, with the process ready to serve. No server needs to be up for it."""
+    """Yields all services, with the process ready to serve. No server needs to be up for it."""
     temporal = await connect_temporal(settings, traces.interceptors if traces else ())
     services = Services(settings, temporal, counts, traces)
     async with AsyncExitStack() as stack:
@@ -375,7 +375,7 @@ class AuthorizedCall:
             audit.append_entry(session, self.actor, action, subject, **data)
 
     async def open_stream(self, feed: EventFeed, after: int | None) -> StreamingResponse:
-        """As `EventStreams.open_stream`, for as long as the caller's key lasts."""
+        """Opens a stream like `EventStreams.open_stream`, for as long as the caller's key lasts."""
         caller = self.caller
         return await self.services.streams.open_stream(
             feed, caller.key_id, after, caller.seconds_left

@@ -107,7 +107,7 @@ class NotificationListener:
             pause = min(pause * 2, RECONNECT_MOST)
 
     async def _listen(self) -> None:
-        """Never returns: raises when the connection is gone."""
+        """Listens and never returns; raises when the connection is gone."""
         connection = await asyncpg.connect(
             **self._arguments,
             timeout=TIMEOUT,

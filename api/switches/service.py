@@ -90,8 +90,8 @@ class SwitchControl:
     async def list_switches(
         self, user_id: str | None, **filters: Any
     ) -> tuple[Sequence[Switch], UserSwitch | None]:
-        """All switches, or those that can hold for one user and what applies to them. `filters`:
-        which, as `switches.list_switches` takes it. Raises `UserNotFound`."""
+        """Lists all switches, or those that can hold for one user and what applies to them.
+        `filters` selects, as `switches.list_switches` takes it. Raises `UserNotFound`."""
         async with self.database.session() as session:
             effective = None
             if user_id is not None:
