@@ -44,8 +44,8 @@ class SharedRate:
     worker could be ready without it."""
 
     def __init__(self, client: Redis, rate: float, burst: int) -> None:
-        """`rate`: launches a second; `burst`:
-        launches at once after a rest. The caller closes the client."""
+        """Limits launches to `rate` a second, and to `burst` at once after a rest. The caller
+        closes the client."""
         self._client = client
         self._interval_us = max(round(1e6 / rate), 1)
         self._burst = burst
@@ -122,7 +122,7 @@ class LimitedLauncher:
     def __init__(
         self, launcher: Launcher, turns: LaunchTurns, *, patience: float = LAUNCH_PATIENCE
     ) -> None:
-        """`patience`: seconds a launch waits for its turn. Closes `launcher` with itself."""
+        """Lets a launch wait `patience` seconds for its turn. Closes `launcher` with itself."""
         self._launcher = launcher
         self._turns = turns
         self._patience = patience
