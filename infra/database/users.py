@@ -36,8 +36,8 @@ async def create_user(session: AsyncSession, user_id: str) -> User:
 
 
 async def get_user(session: AsyncSession, user_id: str, *, lock: bool = False) -> User:
-    """`lock`: until the transaction ends, nobody else changes it; rows that refer to
-    it may be written, or the recorder, which holds an account's, would wait for its
+    """Returns a user. With `lock`, nobody else changes the user until the transaction ends; rows
+    that refer to it may be written, or the recorder, which holds an account's, would wait for its
     user. Raises `UserNotFound`."""
     query = select(User).where(User.id == user_id, User.removed_at.is_(None))
     user = await session.scalar(query.with_for_update(key_share=True) if lock else query)
@@ -59,8 +59,8 @@ async def list_users(
     after: str | None,
     limit: int,
 ) -> Sequence[User]:
-    """The next `limit` users behind the id `after`, by id;
-    `disabled`: only those, or only the others."""
+    """Lists the next `limit` users behind the id `after`, by id; with `disabled`, only those, or
+    only the others."""
     query = select(User).where(User.removed_at.is_(None)).order_by(User.id).limit(limit)
     if prefix is not None:
         query = query.where(User.id.startswith(prefix, autoescape=True))
@@ -122,7 +122,7 @@ async def put_addresses(
 
 
 def _has_address(*, email: bool, webhook: bool) -> ColumnElement[bool]:
-    """True in SQL for a user with an address of one of these kinds."""
+    """Returns the SQL that is true for a user with an address of one of these kinds."""
     columns = ((StatementAddress.email, email), (StatementAddress.webhook_url, webhook))
     return or_(false(), *(column.is_not(None) for column, is_asked in columns if is_asked))
 

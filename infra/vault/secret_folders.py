@@ -57,8 +57,8 @@ class SecretFolders:
     """Every method raises `SecretsUnavailable`."""
 
     def __init__(self, folders: Mapping[Path, str], client: Any = None) -> None:
-        """`folders`: to the ARN of each one's secret;
-        all are of one region. `client`: of Secrets Manager."""
+        """Maps `folders` to the ARNs of their secrets, all of one region. `client` is one of
+        Secrets Manager."""
         self._folders = folders
         # Not every agent of ECS names the region in the environment of a container.
         region = next((arn.split(":")[3] for arn in folders.values() if arn.count(":") > 3), None)

@@ -116,7 +116,7 @@ async def orders_for_a_person(
 
 
 def next_step(order: Order) -> str:
-    """What will happen to an order of this list."""
+    """Says what will happen to an order of this list."""
     if order.attention is not None:
         return (
             "an operator finds out at the broker and resolves it; Berth asks on until its "

@@ -199,7 +199,7 @@ _first_market = (
 
 
 def _recent_users(since: datetime, evening: bool) -> Select[str, str]:
-    """Users with an order since then, in evenings or by day, and their market; not disabled
+    """Selects users with an order since then, in evenings or by day, and their market; not disabled
     ones."""
     return (
         select(Order.user_id, _first_market.label("market"))
