@@ -25,7 +25,7 @@ ADDED = {"berth_owner_password", "berth_database_owner_url"}
 
 
 def contents(berth: str, temporal: str, valkey: str, superuser: str, owner: str) -> dict[str, str]:
-    """File name → content, from the five passwords."""
+    """Returns the content of each file by its name, from the five passwords."""
     return {
         "postgres_password": superuser,
         "berth_database_password": berth,

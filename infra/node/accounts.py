@@ -38,7 +38,7 @@ class UserIds:
         self._next = 0
 
     def take(self) -> int:
-        """One that no process has. Raises `LaunchFailed` when all are in use."""
+        """Takes a user id that no process has. Raises `LaunchFailed` when all are in use."""
         used = _used()
         for step in range(len(self._range)):
             number = self._range[(self._next + step) % len(self._range)]
@@ -52,14 +52,15 @@ class UserIds:
 
 
 def _used() -> set[int]:
-    """The user ids of all live processes. A zombie has neither memory nor files left."""
+    """Returns the user ids of all live processes. A zombie has neither memory nor files left."""
     processes = [process.info for process in psutil.process_iter(["uids", "status"])]
     living = [info["uids"] for info in processes if info["status"] != psutil.STATUS_ZOMBIE]
     return {number for uids in living if uids is not None for number in uids}
 
 
 def find_user_ids(text: str, state: Path, runs: Path) -> UserIds:
-    """The range `first-last`, once a worker was tried with it. Raises `AccountsUnavailable`.
+    """Returns the range `first-last`, once a worker was tried with it. Raises
+    `AccountsUnavailable`.
 
     Others may then pass through `state` and `runs`, in which workers have their folders.
     """

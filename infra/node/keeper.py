@@ -195,7 +195,7 @@ class Keeper:
         self._clear_leftovers()
 
     def _clear_leftovers(self) -> None:
-        """Folders and cgroups of workers whose node died before it could remove them."""
+        """Removes folders and cgroups of workers whose node died before it could remove them."""
         groups = {group.path.name: group for group in self.groups.existing()} if self.groups else {}
         folders = {path.name for path in self._runs.iterdir()} if self._runs.exists() else set()
         for task_id in (groups.keys() | folders) - self._workers.keys():

@@ -179,12 +179,13 @@ class NodeServer(SocketServer):
 
 
 def beat() -> protocol.Beat:
-    """A sign of life, with this process's errors since the last one."""
+    """Returns a sign of life, with this process's errors since the last one."""
     return protocol.Beat(errors=[(*report, count) for report, count in collector.take().items()])
 
 
 async def _read_line(reader: asyncio.StreamReader) -> bytes:
-    """One line; empty at the end. Raises `MalformedMessage` for an endless or incomplete one."""
+    """Reads one line; empty at the end. Raises `MalformedMessage` for an endless or incomplete
+    one."""
     try:
         return await asyncio.wait_for(reader.readuntil(b"\n"), _IDLE)
     except asyncio.IncompleteReadError as error:
