@@ -87,7 +87,8 @@ def account_name() -> str:
 
 
 def rotate(settings: Settings, key: KeyName, keep: int, *, local: bool) -> CommandAnswer:
-    """`local`: of a running `berth up`. `keep`: of Temporal's keys, the newest; 0: all."""
+    """Rotates a key; with `local`, one of a running `berth up`. Of Temporal's keys it keeps the
+    newest `keep`; all if that is 0."""
     subject = f"secret:{key}"
     if key is KeyName.MASTER:
         note_act(settings, "key.rotation_requested", subject)
@@ -188,8 +189,8 @@ def _file_of(key: KeyName, settings: Settings) -> Path:
 
 
 async def _needed_by(settings: Settings, key: KeyName, made_at: int) -> int:
-    """Who used the version before:
-    what was made before the present one was, or was on all hosts."""
+    """Counts what needs the version before: what was made before the present one was, or was on all
+    hosts."""
     async with (
         Database(settings.database_url, pool_size=1) as database,
         database.session(autocommit=True) as session,

@@ -63,7 +63,7 @@ class StackConsole(Console):
             super().print(*objects, **options)
 
     def on_broken_pipe(self) -> None:
-        """rich would end the program."""
+        """Overrides rich, which would end the program."""
 
 
 class ProgressView:
