@@ -1,5 +1,5 @@
-"""Metrics that PostgreSQL and Valkey tell,
-read when somebody asks. Every API process gives the same.
+"""Metrics that PostgreSQL and Valkey tell, read when somebody asks. Every API process gives the
+same.
 
 What our processes count by themselves is in `process_metrics.py`.
 """

@@ -58,8 +58,8 @@ class NotificationListener:
     def handle(
         self, channel: str, notice: Callable[[str], None], missed: Callable[[], None]
     ) -> None:
-        """Calls `notice` with the payload of each notice,
-        and `missed` at each (re)connect. Before `run`."""
+        """Calls `notice` with the payload of each notice, and `missed` at each (re)connect. Before
+        `run`."""
         self._handlers[channel] = (notice, missed)
 
     @contextmanager

@@ -116,8 +116,8 @@ class MasterLink:
         self._serves.set()
 
     async def gather(self) -> GatheredCounts:
-        """Return what all processes have counted,
-        in `GATHER_TIMEOUT_S`. Simultaneous scrapes share it."""
+        """Return what all processes have counted, in `GATHER_TIMEOUT_S`. Simultaneous scrapes share
+        it."""
         return await asyncio.shield(self._scrapes.join("scrape", self._gather))
 
     async def _gather(self) -> GatheredCounts:

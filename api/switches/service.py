@@ -74,8 +74,8 @@ class SwitchControl:
     async def write(
         self, picture: switches.SwitchSnapshot, server: str, concerned: Sequence[str]
     ) -> bool:
-        """Writes the users' switches; whether Valkey has them,
-        or a later one, then. Raises `RedisError`."""
+        """Writes the users' switches; whether Valkey has them, or a later one, then. Raises
+        `RedisError`."""
         by_user = {user_id: picture.for_user(user_id) for user_id in concerned}
         newer = await switch_fanout.write_switches(self.client, self.signer, server, by_user)
         if not newer:

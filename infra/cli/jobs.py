@@ -280,8 +280,8 @@ def requeue(
 def cancel(
     jobs: JobInspector, job: Annotated[str, typer.Argument(help="Its id.")]
 ) -> CommandAnswer:
-    """Cancel a job: a waiting one at once,
-    a running one by ending its process. A failed one is removed."""
+    """Cancel a job: a waiting one at once, a running one by ending its process. A failed one is
+    removed."""
     sentences = {
         "cancelled": "cancelled",
         "asked": "its runner was asked to end it",

@@ -56,8 +56,8 @@ def start(
     reason: Reason = "requested",
     json: Json = False,
 ) -> CommandAnswer:
-    """Start a rollout: first free workers,
-    then users when they are quiet. It rolls back by itself."""
+    """Start a rollout: first free workers, then users when they are quiet. It rolls back by
+    itself."""
     times = {"deadline_seconds": deadline, "quiet_seconds": quiet, "proof_seconds": proof}
     rollout: dict[str, Any] = {
         "version": version,

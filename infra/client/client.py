@@ -1,5 +1,5 @@
-"""The two clients: `BerthClient` blocks,
-`AsyncBerthClient` is for asyncio. They have the same methods.
+"""The two clients: `BerthClient` blocks, `AsyncBerthClient` is for asyncio. They have the same
+methods.
 
     with BerthClient("http://127.0.0.1:8000", api_key) as berth:
         ticket = OrderTicket(

@@ -67,8 +67,8 @@ def write(folder: Path) -> list[Path]:
 
 
 def open_mounted(folder: Path) -> None:
-    """Lets the containers' users read what they mount,
-    whatever the clone's umask was. Raises OSError."""
+    """Lets the containers' users read what they mount, whatever the clone's umask was. Raises
+    OSError."""
     for path in folder.iterdir():
         if path.suffix in (".sh", ".yaml", ".conf"):
             path.chmod(path.stat().st_mode | 0o044)

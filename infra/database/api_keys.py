@@ -1,5 +1,5 @@
-"""API keys: made, found by their token, listed,
-rotated and revoked. Only the hash of a token is stored.
+"""API keys: made, found by their token, listed, rotated and revoked. Only the hash of a token is
+stored.
 
 A session of the fleet page is a key, too: it ends by itself, and with the key that logged in.
 """

@@ -76,8 +76,8 @@ async def list_users(
 async def put_disabled(
     session: AsyncSession, user_id: str, disabled: bool, *, actor: str, reason: str
 ) -> User:
-    """Disables or enables a user, for all API processes;
-    a repeat keeps the time. Raises `UserNotFound`."""
+    """Disables or enables a user, for all API processes; a repeat keeps the time. Raises
+    `UserNotFound`."""
     user = await get_user(session, user_id, lock=True)
     user.disabled_at = (user.disabled_at or datetime.now(UTC)) if disabled else None
     action = "user.disabled" if disabled else "user.enabled"

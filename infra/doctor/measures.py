@@ -1,5 +1,5 @@
-"""What `berth doctor` and the alerts measure,
-and from where on it is wrong. Each is measured in one way."""
+"""What `berth doctor` and the alerts measure, and from where on it is wrong. Each is measured in
+one way."""
 
 import os
 import resource

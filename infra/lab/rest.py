@@ -57,8 +57,8 @@ class _ResponseReader:
 
 
 class RestConnection:
-    """One connection to the API with one key,
-    made when it is needed. Not for several threads at once."""
+    """One connection to the API with one key, made when it is needed. Not for several threads at
+    once."""
 
     def __init__(self, url: str, api_key: str, timeout: float = 60.0) -> None:
         parts = urlsplit(url)

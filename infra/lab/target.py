@@ -117,8 +117,8 @@ class Target:
         asyncio.run(send())
 
     def fill_pool(self, workers: int) -> None:
-        """Sets the pool's target, and waits until as many
-        workers are ready. Raises `ServerFailed`."""
+        """Sets the pool's target, and waits until as many workers are ready. Raises
+        `ServerFailed`."""
         self.pool_update("set_target", {"target": workers})
         self.pool_update("resume")
         self.wait_ready(workers)

@@ -303,8 +303,8 @@ class Server:
         return f"{status}; {words}" if words else f"{status}; its log says nothing of it"
 
     def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
-        """Stops the server and all processes it started,
-        and waits for their end. SIGKILL: a crash."""
+        """Stops the server and all processes it started, and waits for their end. SIGKILL: a
+        crash."""
         process = self._process
         if process is None:
             return

@@ -168,8 +168,8 @@ def spawn_worker(
     output: int,
     user: int | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Starts the process of one worker,
-    which waits for its config on standard input. Raises `OSError`.
+    """Starts the process of one worker, which waits for its config on standard input. Raises
+    `OSError`.
 
     `user`: the user id under which it runs; None: our own.
 

@@ -106,8 +106,8 @@ def create_versions(path: Path, *, payload_format: int = 1) -> None:
 
 
 def add_version(path: Path, *, keep: int, payload_format: int = 1) -> int:
-    """Adds a version, keeps the newest `keep`;
-    returns its number. Raises what `load_versions` does."""
+    """Adds a version, keeps the newest `keep`; returns its number. Raises what `load_versions`
+    does."""
     load_versions(path)  # says what is missing, before there is a folder to lock
     with key_file.locked(path.parent):
         versions = load_versions(path)

@@ -238,8 +238,8 @@ class JobQueue:
         return _beats(self.client.execute("HGETALL", job_keys.beats(self.tag)))
 
     def reap(self, runner_id: str, beat: bytes) -> dict[str, str] | None:
-        """Takes a dead runner's jobs back:
-        job → what became of it; None: it lives. Safe to repeat."""
+        """Takes a dead runner's jobs back: job → what became of it; None: it lives. Safe to
+        repeat."""
         reply = self._reap(runner_id, beat, 1)
         return None if reply[0] == b"alive" else _fates(reply)
 

@@ -34,21 +34,21 @@ def _prctl(option: int, argument: int | bytes) -> None:
 
 
 def forbid_dumps() -> None:
-    """Forbids core files and that other processes of this
-    user read this one's memory. Forks inherit both."""
+    """Forbids core files and that other processes of this user read this one's memory. Forks
+    inherit both."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _prctl(_PR_SET_DUMPABLE, 0)
 
 
 def forbid_privileges() -> None:
-    """Makes programs with set-user-ID give nothing
-    to this process and its forks. Cannot be undone."""
+    """Makes programs with set-user-ID give nothing to this process and its forks. Cannot be
+    undone."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
 def drop_capabilities() -> None:
-    """Takes root's rights from this process and its forks,
-    for ever; the user id stays. Raises `OSError`."""
+    """Takes root's rights from this process and its forks, for ever; the user id stays. Raises
+    `OSError`."""
     for capability in range(64):
         if (
             _prctl_call(_PR_CAPBSET_DROP, capability, 0, 0, 0) != 0

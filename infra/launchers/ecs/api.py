@@ -1,5 +1,5 @@
-"""A client of ECS and SQS: the calls that the launcher needs,
-with our errors. Each runs in a thread.
+"""A client of ECS and SQS: the calls that the launcher needs, with our errors. Each runs in a
+thread.
 
 boto3 blocks. 16 calls run at a time and more wait; the queue has a thread of its own, since
 a long poll holds it for seconds. botocore retries throttled and broken calls (standard

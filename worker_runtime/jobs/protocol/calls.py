@@ -92,14 +92,14 @@ def cancel(job_id: str, keys: MessageKeys, tag: str = job_keys.FLEET_TAG) -> Que
 
 
 def requeue(job_ids: Sequence[str], tag: str = job_keys.FLEET_TAG) -> QueueCall:
-    """Puts failed jobs back on their queues;
-    at most some hundreds. The reply: the ids that went back."""
+    """Puts failed jobs back on their queues; at most some hundreds. The reply: the ids that went
+    back."""
     return QueueCall(job_scripts.REQUEUE, [job_keys.meta(tag)], [BOOST_MS, *job_ids])
 
 
 def suspend(*, queue: str = "", runner: str = "", tag: str = job_keys.FLEET_TAG) -> QueueCall:
-    """Stops claims of this queue, by runners of this name,
-    or all, until `resume`. Running jobs continue."""
+    """Stops claims of this queue, by runners of this name, or all, until `resume`. Running jobs
+    continue."""
     return configure({halt_field(queue, runner): "1"}, tag)
 
 
