@@ -74,7 +74,7 @@ class RestConnection:
         self._socket: socket.socket | None = None
 
     def call(self, method: str, path: str, body: object = None) -> Any:
-        """The decoded answer; raises `RequestFailed` for any status but 2xx."""
+        """Returns the decoded answer; raises `RequestFailed` for any status but 2xx."""
         data = b"" if body is None else json.dumps(body).encode()
         head = f"{method} {path} HTTP/1.1\r\n{self._head}Content-Length: {len(data)}\r\n\r\n"
         try:

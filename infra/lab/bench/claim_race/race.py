@@ -196,7 +196,7 @@ def _judged(client: Redis, ledgers: list[ClaimLedger], workers: FakeWorkers) -> 
 
 
 def _lost(client: Redis, truth: ConfirmedClaims, claimed: bytearray) -> int:
-    """Workers that nobody has and nobody can get."""
+    """Counts workers that nobody has and nobody can get."""
     free: Any = client.zrange(keys.pool_ready(claim_ledger.POOL), 0, -1)
     known = {claim_ledger.number_of(worker_id) for worker_id in free}
     return sum(

@@ -243,7 +243,7 @@ def _make_active(target: Target, count: int, settle: float, say: Say) -> list[Be
 
 
 def _active(target: Target, users: Sequence[BenchUser]) -> int:
-    """How many of them have a worker that says it is Active."""
+    """Counts the users with a worker that says it is Active."""
     marks = MarkPoller(target.settings.valkey_url)
     try:
         return sum(marks.read_mark(user.user_id).state == "Active" for user in users)

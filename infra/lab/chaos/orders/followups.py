@@ -60,7 +60,7 @@ class FollowUpSender:
         pause: float,
         hooks: Mapping[str, SignalHook] | None = None,
     ) -> None:
-        """`hooks`: user id → the user's webhook, where signals go."""
+        """Takes `hooks`, each user's webhook by user id, where signals go."""
         self._hooks = hooks or {}
         self._ask = ask
         self._record_order = record_order
@@ -160,8 +160,8 @@ def _change(shape: OrderShape, order: dict[str, Any]) -> dict[str, Any]:
 
 
 def _intent(shape: OrderShape, order: dict[str, Any]) -> dict[str, Any]:
-    """Away from the side that the order was on;
-    a reversal by a limit order that fills at once is none."""
+    """Returns an intent away from the side that the order was on; a reversal by a limit order that
+    fills at once is none."""
     long = shape.side is Side.BUY
     name = {
         (FollowUp.EXIT, True): "long_exit",

@@ -50,7 +50,7 @@ class SimulatedMarkRenewer:
         self._workers.discard(worker)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Runs until cancelled."""
         while True:
             await asyncio.sleep(_TICK)
             while batch := self._take():
