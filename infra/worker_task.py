@@ -108,7 +108,7 @@ def worker_exit(
     seen: bool = True,
     detail: dict[str, str] | None = None,
 ) -> TaskExit:
-    """The end of a worker with its one reason, and the facts next to it.
+    """Returns the end of a worker with its one reason, and the facts next to it.
 
     `reason` is one that the platform knows for sure; else it follows from the rest. `stopped`:
     somebody asked for the end; `stop_reason` says why, `forced` that it took SIGKILL. `oom_killed`
@@ -144,7 +144,7 @@ def check_worker_id(worker_id: str) -> None:
 
 
 def stop_grace(shutdown_timeout: float) -> float:
-    """Seconds from SIGTERM to SIGKILL for a worker with this shutdown time."""
+    """Returns the seconds from SIGTERM to SIGKILL for a worker with this shutdown time."""
     return min(shutdown_timeout + _GRACE_EXTRA, GRACE_MAX)
 
 
@@ -156,6 +156,6 @@ def signal_name(number: int) -> str:
 
 
 def signed_exit_code(status: int) -> int:
-    """A container's exit status with a signal as a negative number;
-    there it is 128 and the number."""
+    """Returns a container's exit status with a signal as a negative number; there it is 128 and the
+    number."""
     return 128 - status if 128 < status <= 128 + signal.NSIG else status
