@@ -69,7 +69,7 @@ class AnomalyCleaner:
 
     async def clean(self, suspects: Sequence[Suspect], seen: FleetSnapshot) -> dict[str, int]:
         """Cleans up after the suspects and counts the outcomes. Raises `RedisError` or
-        `LauncherUnreachable` when it cannot go on."""
+        `LauncherUnreachable` when it cannot continue."""
         outcomes: Counter[str] = Counter()
         for start in range(0, len(suspects), ABREAST):
             done = await self._clean(suspects[start : start + ABREAST], seen)
