@@ -93,7 +93,7 @@ async def get_user(user_id: VisibleUserId, call: Call) -> schemas.UserDetailView
     responses=problems.responses(users.UserNotFound, TemporalUnavailable),
 )
 async def disable_user(user_id: UserId, call: Call, reason: GivenReason) -> schemas.UserView:
-    """Refuses the user's keys, alerts and all new orders for it, and ends its worker.
+    """Refuses the user's keys, signals and all new orders, and ends their worker.
 
     Open orders stay at the broker: operators cancel them. Without Temporal the answer is an error,
     but the user is disabled; a repeat ends the worker.
@@ -118,7 +118,7 @@ async def disable_user(user_id: UserId, call: Call, reason: GivenReason) -> sche
     "/{user_id}/enable", summary="Enable a user", responses=problems.responses(users.UserNotFound)
 )
 async def enable_user(user_id: UserId, call: Call, reason: GivenReason) -> schemas.UserView:
-    """Takes the user's keys, alerts and orders again. For administrators."""
+    """Takes the user's keys, signals and orders again. For administrators."""
     user = await call.database.write(
         users.put_disabled, user_id, False, actor=call.actor, reason=reason
     )

@@ -22,7 +22,7 @@ class UserNotFound(BerthError, code="USER_NOT_FOUND", status=404):
 
 
 class UserDisabled(BerthError, code="USER_DISABLED", status=403):
-    """The user is disabled: its API keys, alerts and new orders are refused."""
+    """The user is disabled: their API keys, signals and new orders are refused."""
 
 
 async def create_user(session: AsyncSession, user_id: str) -> User:
