@@ -81,7 +81,7 @@ VALKEY_TIMEOUT = 5.0
 #: Connections to Valkey: as many commands as can be under way at once in one process.
 VALKEY_CONNECTIONS = 256
 #: Seconds that the start waits for the first look at the schema.
-SCHEMA_PATIENCE = 10.0
+SCHEMA_TIMEOUT_S = 10.0
 
 
 class Services:
@@ -315,7 +315,7 @@ async def running_services(
             await stack.enter_async_context(tasks.running(loop))
         await services.answers.start()
         with suppress(TimeoutError):
-            async with asyncio.timeout(SCHEMA_PATIENCE):
+            async with asyncio.timeout(SCHEMA_TIMEOUT_S):
                 await services.schema.tried.wait()
         stack.push_async_callback(services.signals.close)
         await stack.enter_async_context(tasks.running(services.webhooks.run()))

@@ -21,7 +21,7 @@ CPU_UNITS = 64
 
 #: Seconds that a worker gets on top of its own shutdown time before it is killed; no worker gets
 #: more than `GRACE_MAX` altogether.
-_GRACE_EXTRA = 3.0
+_EXTRA_GRACE_S = 3.0
 GRACE_MAX = 60.0
 
 #: Worker ids become file names, arguments and labels.
@@ -145,7 +145,7 @@ def check_worker_id(worker_id: str) -> None:
 
 def stop_grace(shutdown_timeout: float) -> float:
     """Returns the seconds from SIGTERM to SIGKILL for a worker with this shutdown time."""
-    return min(shutdown_timeout + _GRACE_EXTRA, GRACE_MAX)
+    return min(shutdown_timeout + _EXTRA_GRACE_S, GRACE_MAX)
 
 
 def signal_name(number: int) -> str:

@@ -33,7 +33,7 @@ from infra.settings import Settings
 #: PostgreSQL tries again.
 FILE_STANDBY, LOCK_STANDBY, RETRY = 0.1, 0.2, 1.0
 #: Seconds between two signs of life on the lock's connection, well within `MAX_SILENCE_S`.
-SIGN_OF_LIFE = 5.0
+SIGN_OF_LIFE_INTERVAL_S = 5.0
 #: Seconds between two rounds of tasks that failed.
 ROUND = 60.0
 
@@ -105,7 +105,7 @@ class Primary:
                 await self._finish(connection, task)
             end = time.monotonic() + self.period
             while time.monotonic() < end:
-                await asyncio.sleep(min(SIGN_OF_LIFE, self.period))
+                await asyncio.sleep(min(SIGN_OF_LIFE_INTERVAL_S, self.period))
                 async with connection.begin():
                     await send_sign_of_life(connection)
 

@@ -31,7 +31,7 @@ from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import BerthError
 
 #: Free workers of all pools. Only forged ones are more.
-MOST_READY = 20_000
+MAX_READY_WORKERS = 20_000
 #: Seconds within which a new version is copied to all hosts.
 COPY_TIME = 60.0
 #: Seconds after the end of a worker for which the version that it used counts: its calls in the
@@ -202,9 +202,10 @@ async def _needed_by(settings: Settings, key: KeyName, made_at: int) -> int:
             async with connect_valkey(settings.valkey_url, max_connections=1) as client:
                 for pool in await launches.pools_launched_for(session):
                     ready += map(
-                        text_of, await reply_of(client.zrange(keys.pool_ready(pool), 0, MOST_READY))
+                        text_of,
+                        await reply_of(client.zrange(keys.pool_ready(pool), 0, MAX_READY_WORKERS)),
                     )
-                    if len(ready) > MOST_READY:
+                    if len(ready) > MAX_READY_WORKERS:
                         raise BerthError(
                             "too many free workers: the pool removes what is none; try again then"
                         )

@@ -25,7 +25,7 @@ from .events import Subscription
 #: Seconds to connect, and for an answer on top of what the API itself may wait.
 CONNECT, ANSWER = 5.0, 10.0
 #: Seconds that the API waits for an outcome when a call does not say: its own default.
-USUAL_WAIT = 10.0
+DEFAULT_WAIT_S = 10.0
 #: Seconds within which an outcome is asked for again.
 OUTCOME_TIMEOUT_S = 60.0
 #: Seconds before a call is repeated the first time, doubled with each repeat, and at most.
@@ -342,7 +342,7 @@ def _settle_order(
         path=path,
         query={"wait": wait},
         body=body,
-        wait=USUAL_WAIT if wait is None else wait,
+        wait=DEFAULT_WAIT_S if wait is None else wait,
     )
     until = time.monotonic() + patience
     pause = FIRST_PAUSE

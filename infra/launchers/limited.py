@@ -63,7 +63,7 @@ class SharedRate:
 
 #: Seconds that a launch waits for its turn.
 #: After that nothing was launched, and it may be tried again.
-LAUNCH_PATIENCE = 25.0
+LAUNCH_TURN_TIMEOUT_S = 25.0
 
 
 class LaunchLimited(LaunchFailed, code="LAUNCH_LIMITED"):
@@ -120,7 +120,7 @@ class LimitedLauncher:
     """Implements `Launcher` by another launcher, whose launches wait for their turn."""
 
     def __init__(
-        self, launcher: Launcher, turns: LaunchTurns, *, patience: float = LAUNCH_PATIENCE
+        self, launcher: Launcher, turns: LaunchTurns, *, patience: float = LAUNCH_TURN_TIMEOUT_S
     ) -> None:
         """Lets a launch wait `patience` seconds for its turn. Closes `launcher` with itself."""
         self._launcher = launcher

@@ -42,9 +42,9 @@ from worker_runtime.protocol.errors import BerthError
 SEARCH_ATTRIBUTES = ("UserId", "State", "WorkerId", "Pool")
 DATABASE = "berth"
 #: Seconds until the pool must be full; four workers take about 2 s on 2 idle cores.
-POOL_TIMEOUT = 60.0
+POOL_TIMEOUT_S = 60.0
 #: Seconds between two checks of the pool.
-POOL_CHECK_PERIOD = 0.05
+POOL_CHECK_INTERVAL_S = 0.05
 
 
 class LocalStack:
@@ -245,7 +245,7 @@ class LocalStack:
         self.wait_pool(target)
         return f"{target} workers ready"
 
-    def wait_pool(self, count: int, timeout: float = POOL_TIMEOUT) -> None:
+    def wait_pool(self, count: int, timeout: float = POOL_TIMEOUT_S) -> None:
         """Waits until `count` workers are ready. Raises `ServerFailed` after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         shown = -1
@@ -263,7 +263,7 @@ class LocalStack:
                     f"{self.folder.logs} and {self.node.directory}\n"
                     f"{self.orchestrator.log_tail()}"
                 )
-            if self.orchestrator.abort.wait(POOL_CHECK_PERIOD):
+            if self.orchestrator.abort.wait(POOL_CHECK_INTERVAL_S):
                 raise StartAborted("pool: given up")
 
     def ready_workers(self) -> set[str]:

@@ -23,7 +23,7 @@ from worker_runtime.protocol.errors import BerthError
 #: What a worker must be able to do: import its code, and use its own folder.
 _TRIAL = "import os, worker_runtime.protocol.launch; os.listdir(os.environ['HOME'])"
 #: Seconds; it takes 0.1.
-_TRIAL_TIMEOUT = 30.0
+_TRIAL_TIMEOUT_S = 30.0
 
 
 class AccountsUnavailable(BerthError, code="ACCOUNTS_UNAVAILABLE"):
@@ -98,7 +98,7 @@ def _try_account(number: int, home: Path) -> None:
             capture_output=True,
             text=True,
             check=False,
-            timeout=_TRIAL_TIMEOUT,
+            timeout=_TRIAL_TIMEOUT_S,
             cwd=home,
             env=clean_environment(os.environ, home),
             user=number,

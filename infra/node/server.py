@@ -28,7 +28,7 @@ _IDLE = 300.0
 #: Connections at once; an orchestrator needs two or three.
 _CONNECTIONS_MAX = 200
 #: Seconds a client may take to read what it asked for.
-_WRITE_TIMEOUT = 10.0
+_WRITE_TIMEOUT_S = 10.0
 
 
 class KeeperPort(Protocol):
@@ -199,4 +199,4 @@ async def _read_line(reader: asyncio.StreamReader) -> bytes:
 async def send(writer: asyncio.StreamWriter, reply: msgspec.Struct) -> None:
     """Raises OSError or TimeoutError when the client is gone or does not read."""
     writer.write(encode(reply) + b"\n")
-    await asyncio.wait_for(writer.drain(), _WRITE_TIMEOUT)
+    await asyncio.wait_for(writer.drain(), _WRITE_TIMEOUT_S)

@@ -27,13 +27,13 @@ from worker_runtime.protocol.launch import MEMORY, memory_prefix
 #: Bytes a log may have before it is cut; as much again is kept in `<worker>.log.1`.
 LOG_CAP = 4 * 1024 * 1024
 #: Logs kept, newest first.
-LOGS_KEPT = 300
+MAX_LOGS_KEPT = 300
 #: Seconds between two checks; what a runaway worker writes meanwhile comes on top of the cap.
 LOG_PERIOD = 5.0
 
 
 class WorkerLogs:
-    def __init__(self, folder: Path, *, cap: int = LOG_CAP, kept: int = LOGS_KEPT) -> None:
+    def __init__(self, folder: Path, *, cap: int = LOG_CAP, kept: int = MAX_LOGS_KEPT) -> None:
         self._folder = folder
         self._cap = cap
         self._kept = kept

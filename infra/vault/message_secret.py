@@ -24,7 +24,7 @@ from worker_runtime.protocol import keys
 from worker_runtime.protocol.authentication import AssignmentKeys, MessageKey, derive_key
 
 #: Seconds between two comparisons with other hosts.
-COMPARE_PERIOD = 60.0
+COMPARE_INTERVAL_S = 60.0
 #: Users whose keys are kept derived.
 _CACHED = 20_000
 
@@ -110,7 +110,7 @@ class MessageSecrets:
                         log.error("message_secret_differs", version=secret.version, hint=hint)
             except (RedisError, OSError) as error:
                 log.warning("message_secret_not_compared", error=type(error).__name__)
-            await asyncio.sleep(COMPARE_PERIOD)
+            await asyncio.sleep(COMPARE_INTERVAL_S)
 
     def for_worker(self, user_id: str, epoch: int) -> AssignmentKeys:
         """Returns the keys that the worker of this assignment gets."""

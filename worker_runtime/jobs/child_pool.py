@@ -34,7 +34,7 @@ from worker_runtime.process.clock import wall_ms
 from worker_runtime.protocol.errors import BerthError
 
 #: Seconds that a runner's entry outlives the timeout of its longest job.
-_BEYOND_TIMEOUT = 60
+_ENTRY_MARGIN_S = 60
 #: Bytes of output that are kept from the beginning, and from the end.
 _MAX_HALF_BYTES = 8192
 #: Bytes of one read. Each job is followed by one, mostly in vain:
@@ -322,7 +322,7 @@ class JobRun:
 class RunningJobs:
     """All runs, by their fences. A kill is TERM to the child's whole group, then KILL."""
 
-    def __init__(self, grace: float, ttl: int = RUNNER_TTL, margin: int = _BEYOND_TIMEOUT) -> None:
+    def __init__(self, grace: float, ttl: int = RUNNER_TTL, margin: int = _ENTRY_MARGIN_S) -> None:
         """Takes `grace`, the seconds between TERM and KILL, and the runner's entry's `ttl` and
         `margin` (see `entry_ttl`)."""
         self._grace = grace

@@ -138,7 +138,7 @@ LEASE_MARGIN = 5.0
 #: Seconds before the end of the lease at which the supervisor kills a session that has not closed.
 KILL_MARGIN = 2.0
 #: Seconds that a reply may take even when the lease is used up, for what is still to be sent.
-_SHORTEST_WAIT = 0.1
+_MIN_WAIT_S = 0.1
 
 
 class _Word:
@@ -341,7 +341,7 @@ class Lease:
         """Returns the seconds that the session may wait for Valkey. While a broker session is open
         that is at most the usable lease, so that a frozen Valkey does not keep the session from
         closing it in time."""
-        return max(_SHORTEST_WAIT, self.usable()) if self._shared_state.broker_open else math.inf
+        return max(_MIN_WAIT_S, self.usable()) if self._shared_state.broker_open else math.inf
 
     def usable(self) -> float:
         """Returns the seconds that a broker call may take from now. If zero or less, no call may be

@@ -36,7 +36,7 @@ NOTHING = object()
 _CHUNK = 65536
 #: Seconds that the resolution of a host name may take:
 #: three name servers, asked twice for a second each.
-LOOKUP_TIMEOUT = 6.0
+LOOKUP_TIMEOUT_S = 6.0
 #: Seconds without traffic after which a checked connection is asked before it is used, and within
 #: which it has to answer: a round trip takes 0.05 ms.
 IDLE_BEFORE_CHECK_S, CHECK_TIMEOUT_S = 1.0, 0.5
@@ -228,7 +228,7 @@ class Valkey:
                 link.connect(target)
             else:
                 wait = min(self._connect_timeout, self._limit())
-                with self._busy(2 * wait + LOOKUP_TIMEOUT):
+                with self._busy(2 * wait + LOOKUP_TIMEOUT_S):
                     link = socket.create_connection(target, timeout=wait)
                     self._socket = link
                     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

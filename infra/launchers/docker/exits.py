@@ -20,11 +20,11 @@ from infra.launchers.docker.engine import DockerEngine, DockerEventStream, Docum
 from infra.worker_task import GRACE_MAX, TaskExit, signed_exit_code, worker_exit
 
 #: Seconds between two listings of all exited containers, whatever events came.
-LISTING_PERIOD = 10.0
+LISTING_INTERVAL_S = 10.0
 #: Seconds between two inspections of a container whose exit was announced but not yet written down.
 INSPECTION_PERIOD = 0.1
 #: Seconds between two rounds of removal.
-SWEEP_PERIOD = 60.0
+SWEEP_INTERVAL_S = 60.0
 #: Seconds for which an exited container stays at least, and how many stay longer: a repeated token
 #: finds its task, and its log can be read.
 KEPT = 600.0
@@ -132,7 +132,7 @@ class DockerExits:
             await self._sweep()  # before the first listing it is not known what was handled
         until_listing_s = self._list_at - time.monotonic()
         if self._events is None or until_listing_s <= 0:
-            self._list_at = time.monotonic() + LISTING_PERIOD
+            self._list_at = time.monotonic() + LISTING_INTERVAL_S
             self._listed = True
             return await self._list_exited()
         event = await self._events.next(INSPECTION_PERIOD if self._announced else until_listing_s)
@@ -199,7 +199,7 @@ class DockerExits:
                 ends.append(self._exit_of_event(event))
             elif known["State"]["Status"] in _ENDED:
                 ends.append(self._exit_of_inspected(known))
-            elif time.time() < int(event["timeNano"]) / 1e9 + LISTING_PERIOD:
+            elif time.time() < int(event["timeNano"]) / 1e9 + LISTING_INTERVAL_S:
                 continue  # later: somebody started it again, and the next listing shows what it is
             self._announced.pop(container_id, None)
         return ends
@@ -234,7 +234,7 @@ class DockerExits:
         """Removes exited containers whose exit was handled, and those that were never started."""
         if time.monotonic() < self._sweep_at:
             return
-        self._sweep_at = time.monotonic() + SWEEP_PERIOD
+        self._sweep_at = time.monotonic() + SWEEP_INTERVAL_S
         now = time.time()
         for listed in await self.engine.find(self.labels, ("created",)):
             if now - listed["Created"] > KEPT:

@@ -59,9 +59,9 @@ from worker_runtime.process.log import Log
 from worker_runtime.protocol.errors import BerthError
 
 #: Seconds that the import of an application's code may take.
-IMPORT_TIMEOUT = 120.0
+IMPORT_TIMEOUT_S = 120.0
 #: Seconds within which a fork is confirmed: it takes some ms.
-_FORK_TIMEOUT = 10.0
+_FORK_TIMEOUT_S = 10.0
 #: KILLs, about a second apart, after which the fork server counts as stuck.
 _MAX_KILLS = 3
 #: Children of async types that are kept though they run nothing.
@@ -138,7 +138,7 @@ class ServedChild(JobChild):
         #: Jobs that run in it.
         self.running = 0
         #: Seconds until which the fork has to be confirmed.
-        self.confirm_until = time.monotonic() + _FORK_TIMEOUT
+        self.confirm_until = time.monotonic() + _FORK_TIMEOUT_S
 
     def kill(self, number: signal.Signals) -> None:
         """Has the child and all it has started signalled."""
@@ -199,7 +199,7 @@ class ForkServerPool(ChildPool):
                 self._handle(self._control.recv(MAX_CONTROL))
             except TimeoutError:
                 raise OwnTypesUnusable(
-                    f"the import took more than {IMPORT_TIMEOUT:.0f} s"
+                    f"the import took more than {IMPORT_TIMEOUT_S:.0f} s"
                 ) from None
             finally:
                 if self._control is not None:
@@ -226,7 +226,9 @@ class ForkServerPool(ChildPool):
     def seconds_until_due(self) -> float:
         if self._server is None:
             return self._backoff.seconds_until_due()
-        return max(0.0, self._import_until - time.monotonic()) if not self.ready else _FORK_TIMEOUT
+        return (
+            max(0.0, self._import_until - time.monotonic()) if not self.ready else _FORK_TIMEOUT_S
+        )
 
     def _start(self) -> None:
         near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -268,7 +270,7 @@ class ForkServerPool(ChildPool):
         near.setblocking(False)
         self._control = near
         self._received = b""
-        self._import_until = time.monotonic() + IMPORT_TIMEOUT
+        self._import_until = time.monotonic() + IMPORT_TIMEOUT_S
         self.selector.register(near.fileno(), selectors.EVENT_READ, self._read_control)
         start = StartServer(
             application=self.own.application,
