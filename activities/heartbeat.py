@@ -13,7 +13,7 @@ HEARTBEAT_INTERVAL_S = 1.0
 
 
 def beating() -> AbstractAsyncContextManager[None]:
-    """`async with beating():` beats at once, then once a second."""
+    """Beats within `async with beating():`, at once, then once a second."""
     return tasks.running(_beat())
 
 

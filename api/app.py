@@ -90,7 +90,7 @@ _served.include_router(pages.router)
 
 
 def create_app(settings: Settings, counts: ProcessCounts | None = None) -> FastAPI:
-    """The application. Its clients are created when it starts, and closed when it stops.
+    """Creates the application. Its clients are created when it starts, and closed when it stops.
 
     `counts`: what its processes count together; None: this is the only one.
     """
@@ -200,7 +200,7 @@ def _document_more(app: FastAPI, root_path: str) -> None:
 
 
 def load_app(settings: Settings, counts: ProcessCounts | None = None) -> FastAPI:
-    """The application of a process that does nothing else."""
+    """Creates the application of a process that does nothing else."""
     app = create_app(settings, counts)
     gc.collect()
     gc.freeze()  # modules and routes stay for good: no collection has to visit them again
@@ -208,7 +208,8 @@ def load_app(settings: Settings, counts: ProcessCounts | None = None) -> FastAPI
 
 
 def __getattr__(name: str) -> FastAPI:
-    """`app`, made only when a server asks for it: tests import this module without any settings."""
+    """Makes `app`, only when a server asks for it: tests import this module without any
+    settings."""
     if name != "app":
         raise AttributeError(name)
     settings = Settings()

@@ -81,7 +81,7 @@ VALKEY_TIMEOUT = 5.0
 #: Connections to Valkey: as many commands as can be under way at once in one process.
 VALKEY_CONNECTIONS = 256
 #: Seconds that the start waits for the first look at the schema.
-SCHEMA_PATIENCE = 10.0
+SCHEMA_TIMEOUT_S = 10.0
 
 
 class Services:
@@ -284,7 +284,7 @@ class Services:
 async def running_services(
     settings: Settings, counts: ProcessCounts, traces: Traces | None = None
 ) -> AsyncIterator[Services]:
-    """All services, with the process ready to serve. No server needs to be up for it."""
+    """Yields all services, with the process ready to serve. No server needs to be up for it."""
     temporal = await connect_temporal(settings, traces.interceptors if traces else ())
     services = Services(settings, temporal, counts, traces)
     async with AsyncExitStack() as stack:
@@ -315,7 +315,7 @@ async def running_services(
             await stack.enter_async_context(tasks.running(loop))
         await services.answers.start()
         with suppress(TimeoutError):
-            async with asyncio.timeout(SCHEMA_PATIENCE):
+            async with asyncio.timeout(SCHEMA_TIMEOUT_S):
                 await services.schema.tried.wait()
         stack.push_async_callback(services.signals.close)
         await stack.enter_async_context(tasks.running(services.webhooks.run()))
@@ -375,7 +375,7 @@ class AuthorizedCall:
             audit.append_entry(session, self.actor, action, subject, **data)
 
     async def open_stream(self, feed: EventFeed, after: int | None) -> StreamingResponse:
-        """As `EventStreams.open_stream`, for as long as the caller's key lasts."""
+        """Opens a stream like `EventStreams.open_stream`, for as long as the caller's key lasts."""
         caller = self.caller
         return await self.services.streams.open_stream(
             feed, caller.key_id, after, caller.seconds_left

@@ -1,5 +1,5 @@
-"""Metrics that PostgreSQL and Valkey tell,
-read when somebody asks. Every API process gives the same.
+"""Metrics that PostgreSQL and Valkey tell, read when somebody asks. Every API process gives the
+same.
 
 What our processes count by themselves is in `process_metrics.py`.
 """
@@ -32,7 +32,8 @@ def _gauge(about: str, *labels: str) -> MetricFamily:
 
 
 def _counted(prefix: str, whose: str) -> dict[str, MetricFamily]:
-    """What job runners have counted. `whose` begins each description; empty for the fleet's."""
+    """Returns the families of what job runners have counted. `whose` begins each description; empty
+    for the fleet's."""
     return {
         f"{prefix}_wait_seconds": MetricFamily(
             "histogram", ("queue", "priority"), f"{whose}From when a job could run to its start."
@@ -183,8 +184,8 @@ class MetricsPage(Collector):
     def add(
         self, name: str, value: float, *labels: str, part: str = "", **extra_labels: str
     ) -> None:
-        """`labels`: in the family's order; `part`, `more`:
-        what a histogram adds to the name and to them."""
+        """Adds a sample. `labels` are in the family's order; a histogram adds `part` to the name
+        and `extra_labels` to them."""
         family = FAMILIES[name]
         if name not in self._metrics:
             self._metrics[name] = Metric(name.removesuffix("_total"), family.about, family.kind)
@@ -193,12 +194,12 @@ class MetricsPage(Collector):
         )
 
     def samples(self, name: str) -> list[tuple[dict[str, str], float]]:
-        """Labels and value of each sample of a gauge."""
+        """Returns labels and value of each sample of a gauge."""
         metric = self._metrics.get(name)
         return [(sample.labels, sample.value) for sample in metric.samples] if metric else []
 
     def add_histogram(self, name: str, numbers: Mapping[str, int], *labels: str) -> None:
-        """`numbers` by bucket, and the `sum` in ms; shown in seconds."""
+        """Adds a histogram: `numbers` by bucket, and the `sum` in ms; shown in seconds."""
         total = 0
         for index, bound in enumerate((*(f"{bound / 1000:g}" for bound in BOUNDS_MS), "+Inf")):
             total += numbers.get(str(index), 0)
@@ -210,7 +211,7 @@ class MetricsPage(Collector):
         return self._metrics.values()
 
     def text(self, counted: CollectorRegistry) -> str:
-        """These samples, and what the processes of this API have counted."""
+        """Returns these samples, and what the processes of this API have counted."""
         registry = CollectorRegistry()
         registry.register(self)
         return (generate_latest(registry) + generate_latest(counted)).decode()
@@ -219,8 +220,8 @@ class MetricsPage(Collector):
 async def write_fleet_metrics(
     page: MetricsPage, client: Redis, session: AsyncSession, pool: str
 ) -> None:
-    """The metrics now. Raises `RedisError` when Valkey is down,
-    SQLAlchemy's errors when PostgreSQL is."""
+    """Writes the metrics as they are now. Raises `RedisError` when Valkey is down, SQLAlchemy's
+    errors when PostgreSQL is."""
     page.add("berth_pool_ready", await client.zcard(keys.pool_ready(pool)), pool)
     page.add("berth_pool_waiting", await client.zcard(keys.pool_wait_queue(pool)), pool)
     for name, labels, count in await fleet_counts.count_fleet(session):
@@ -238,7 +239,7 @@ async def write_valkey_memory(page: MetricsPage, client: Redis) -> None:
 
 
 async def _write_lag(page: MetricsPage, client: Redis) -> None:
-    """How far the groups that read the events of workers are behind."""
+    """Writes how far the groups that read the events of workers are behind."""
     now_ms = await read_clock(client)
     for stream in (keys.EVENTS, keys.CHANGES):
         try:
@@ -274,7 +275,7 @@ async def _write_maintenance(page: MetricsPage, session: AsyncSession) -> None:
 
 
 def write_host(page: MetricsPage, settings: Settings, calendar: Calendar) -> None:
-    """What this host tells without any server."""
+    """Writes what this host tells without any server."""
     for setting, end in measures.certificate_ends(settings).items():
         page.add("berth_certificate_expires_timestamp_seconds", end, setting)
     for disk in measures.read_disks(settings):
@@ -285,7 +286,7 @@ def write_host(page: MetricsPage, settings: Settings, calendar: Calendar) -> Non
 
 
 async def write_valkey(page: MetricsPage, client: Redis) -> None:
-    """How Valkey keeps its data, and its clock. Raises `RedisError`."""
+    """Writes how Valkey keeps its data, and its clock. Raises `RedisError`."""
     state = await measures.read_valkey_state(client)
     page.add("berth_valkey_evicts", state.evicts)
     page.add("berth_valkey_save_failed", bool(state.failed_saves))
@@ -295,7 +296,7 @@ async def write_valkey(page: MetricsPage, client: Redis) -> None:
 
 
 async def write_postgresql(page: MetricsPage, session: AsyncSession) -> None:
-    """PostgreSQL's connections and clock. Raises SQLAlchemy's errors."""
+    """Writes PostgreSQL's connections and clock. Raises SQLAlchemy's errors."""
     page.add(
         "berth_limit_used_ratio", await measures.database_connections_ratio(session), "postgresql"
     )

@@ -11,8 +11,8 @@ _MAPPED_PREFIX = 96
 
 
 def parse_address(text: str) -> Address:
-    """Return the address, without its zone;
-    of one mapped into IPv6 the IPv4 address. Raises `ValueError`."""
+    """Return the address, without its zone; of one mapped into IPv6 the IPv4 address. Raises
+    `ValueError`."""
     address = ip_address(text.partition("%")[0])
     return getattr(address, "ipv4_mapped", None) or address
 

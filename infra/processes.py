@@ -44,7 +44,7 @@ def boot_id() -> str:
 
 
 def read_process(pid: int) -> ProcessStat | None:
-    """The process; None if there is none."""
+    """Returns the process; None if there is none."""
     try:
         text = (_PROC / str(pid) / "stat").read_text(errors="replace")
     except OSError:
@@ -57,7 +57,7 @@ def read_process(pid: int) -> ProcessStat | None:
 
 
 def start_time(pid: int) -> int:
-    """The start time of a process. Raises `ProcessLookupError` if it is gone."""
+    """Returns the start time of a process. Raises `ProcessLookupError` if it is gone."""
     stat = read_process(pid)
     if stat is None:
         raise ProcessLookupError(f"process {pid} is gone")
@@ -71,7 +71,7 @@ def all_processes() -> Iterator[ProcessStat]:
 
 
 def descendants(pid: int) -> list[ProcessStat]:
-    """Live descendants of a process, in whatever session or group they are."""
+    """Returns the live descendants of a process, in whatever session or group they are."""
     by_parent: dict[int, list[ProcessStat]] = {}
     for process in all_processes():
         by_parent.setdefault(process.parent, []).append(process)
@@ -91,7 +91,7 @@ def is_alive(process: ProcessStat) -> bool:
 
 
 def kill_process(process: ProcessStat) -> None:
-    """SIGKILL, unless it has ended or its number is another's by now."""
+    """Sends SIGKILL, unless the process has ended or its number is another's by now."""
     descriptor = open_pidfd(process.pid, process.started)
     if descriptor is not None:
         try:
@@ -102,7 +102,7 @@ def kill_process(process: ProcessStat) -> None:
 
 
 def live_members(session: int) -> list[int]:
-    """Live processes of the session or group that `session` leads, itself included.
+    """Returns the live processes of the session or group that `session` leads, itself included.
 
     Reaps dead ones that have become our children: a node that is the first process of a container
     inherits the orphans of its workers.
@@ -120,7 +120,7 @@ def live_members(session: int) -> list[int]:
 
 
 def group_is_empty(group: int) -> bool:
-    """Whether no process of the group is left, not even a zombie. Cheap."""
+    """Returns True if no process of the group is left, not even a zombie. Cheap."""
     try:
         os.killpg(group, 0)
     except ProcessLookupError:
@@ -131,7 +131,7 @@ def group_is_empty(group: int) -> bool:
 
 
 def kill_group(leader: int, started: int) -> None:
-    """SIGKILL for all of the group that `leader` leads or led.
+    """Sends SIGKILL to all of the group that `leader` leads or led.
 
     While a member lives, the kernel does not reuse the number; another process with it means that
     the group is gone.
@@ -144,7 +144,7 @@ def kill_group(leader: int, started: int) -> None:
 
 
 def find_by_argument(word: str) -> list[ProcessStat]:
-    """Live processes that have `word` as one of their arguments."""
+    """Finds live processes that have `word` as one of their arguments."""
     argument = word.encode()
     matches = []
     for process in all_processes():
@@ -158,7 +158,7 @@ def find_by_argument(word: str) -> list[ProcessStat]:
 
 
 def open_pidfd(pid: int, started: int) -> int | None:
-    """A pidfd of exactly this process; None if it has ended.
+    """Opens a pidfd of exactly this process; None if it has ended.
 
     A pidfd never changes its process, and the start time is checked after it was opened.
     """
@@ -180,7 +180,7 @@ def signal_pidfd(descriptor: int, number: signal.Signals) -> None:
 
 
 def forbid_core_files() -> None:
-    """No core file of this process, nor of any that it starts: they hold keys and passwords.
+    """Forbids core files of this process and of any that it starts: they hold keys and passwords.
 
     A limit of 1 byte also forbids what a limit of 0 does not: cores that are piped into a program,
     as systemd and Ubuntu set it up (`fs/coredump.c`). A limit of 0 that somebody gave us cannot be
@@ -204,8 +204,8 @@ def try_lock(file: int | IO[Any]) -> bool:
 
 
 def end_with_parent(parent: int) -> Callable[[], None]:
-    """A `preexec_fn`: the child gets SIGTERM when
-    the thread that started it ends, and leaves no core."""
+    """Returns a `preexec_fn`: the child gets SIGTERM when the thread that started it ends, and
+    leaves no core."""
 
     def arm() -> None:
         forbid_core_files()

@@ -328,7 +328,8 @@ class Settings(BaseSettings):
         return bool(self.alert_mails or self.alert_webhooks)
 
     def allowance(self) -> Allowance:
-        """The brokers' limits as workers get them, but for the names of the address's budgets."""
+        """Returns the brokers' limits as workers get them, but for the names of the address's
+        budgets."""
         paper = BrokerLimits(
             connections=self.exchange_connections,
             logins_per_day=self.exchange_logins_per_day,
@@ -387,7 +388,7 @@ S = TypeVar("S", bound=BaseSettings)
 
 
 def read_settings(kind: type[S], **given: Any) -> S:
-    """The settings of a process that begins; `given` go before the environment.
+    """Reads the settings of a process that begins; `given` go before the environment.
 
     Those that are not valid end the process, with a sentence for each that does not quote it.
     """

@@ -48,12 +48,12 @@ class SharedTasks(Generic[K, T]):
     def __init__(
         self, failed: Callable[[K, BaseException], None] = lambda key, error: None
     ) -> None:
-        """`failed` is called with each error, also when nobody waits for it any more."""
+        """Calls `failed` with each error, also when nobody waits for it any more."""
         self._failed = failed
         self._running: dict[K, asyncio.Task[T]] = {}
 
     def join(self, key: K, work: Callable[[], Coroutine[Any, Any, T]]) -> asyncio.Task[T]:
-        """The task that runs under this key; starts `work()` in one if there is none."""
+        """Returns the task that runs under this key; starts `work()` in one if there is none."""
         task = self._running.get(key)
         if task is None:
             task = self._running[key] = asyncio.create_task(work(), name=f"{key}")

@@ -22,8 +22,8 @@ LAST_SPANS = 2.0
 
 class Traces:
     def __init__(self, url: str, service: str) -> None:
-        """`url`: takes OTLP over HTTP. `service`:
-        the name under which the collector shows this process."""
+        """Sends to `url`, which takes OTLP over HTTP. The collector shows this process under the
+        name `service`."""
         # Here, so that a process that traces nothing does not load them.
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -41,15 +41,15 @@ class Traces:
         self.interceptors = [TracingInterceptor(self._tracer)]
 
     def span(self, name: str, **about: str) -> AbstractContextManager[object]:
-        """A span around a block; what begins there joins its trace."""
+        """Opens a span around a block; what begins there joins its trace."""
         attributes = {f"berth.{key}": value for key, value in about.items()}
         return self._tracer.start_as_current_span(
             name, attributes=attributes, record_exception=False
         )
 
     def context(self, name: str) -> str:
-        """The context (`traceparent`) of the present span,
-        else of a new one; '' if it is not sampled."""
+        """Returns the context (`traceparent`) of the present span, else of a new one; '' if it is
+        not sampled."""
         carrier: dict[str, str] = {}
         self._propagator.inject(carrier)
         if not carrier:
@@ -71,7 +71,7 @@ class Traces:
     def add_order(
         self, order_id: str, context: str, answer: Answer, began: float, queued: float
     ) -> None:
-        """The stages of an order whose answer came just now. `began`, `queued`: on
+        """Adds the stages of an order whose answer came just now. `began`, `queued`: on
         `time.monotonic`."""
         now = time.time()
         offset = now - time.monotonic()
@@ -81,14 +81,14 @@ class Traces:
         self.add_broker_call("place", context, answer)
 
     def add_broker_call(self, call: str, context: str, answer: Answer) -> None:
-        """The broker's part of a request whose answer came just now."""
+        """Adds the broker's part of a request whose answer came just now."""
         if answer.broker_us is not None:
             code = "" if answer.failure is None else answer.failure.code
             now = time.time()
             self.add(f"broker {call}", context, now - answer.broker_us / 1e6, now, code=code)
 
     def add_event(self, event: OrderEvent, context: str) -> None:
-        """What a worker told of an order, from when it happened until it was recorded."""
+        """Adds what a worker reported of an order, from when it happened until it was recorded."""
         about: dict[str, str | int] = {"order": event.order_id, "epoch": event.epoch}
         if event.fill is not None:
             about |= {"fill": event.fill.fill_id, "quantity": event.fill.quantity}

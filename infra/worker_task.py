@@ -21,7 +21,7 @@ CPU_UNITS = 64
 
 #: Seconds that a worker gets on top of its own shutdown time before it is killed; no worker gets
 #: more than `GRACE_MAX` altogether.
-_GRACE_EXTRA = 3.0
+_EXTRA_GRACE_S = 3.0
 GRACE_MAX = 60.0
 
 #: Worker ids become file names, arguments and labels.
@@ -108,7 +108,7 @@ def worker_exit(
     seen: bool = True,
     detail: dict[str, str] | None = None,
 ) -> TaskExit:
-    """The end of a worker with its one reason, and the facts next to it.
+    """Returns the end of a worker with its one reason, and the facts next to it.
 
     `reason` is one that the platform knows for sure; else it follows from the rest. `stopped`:
     somebody asked for the end; `stop_reason` says why, `forced` that it took SIGKILL. `oom_killed`
@@ -144,8 +144,8 @@ def check_worker_id(worker_id: str) -> None:
 
 
 def stop_grace(shutdown_timeout: float) -> float:
-    """Seconds from SIGTERM to SIGKILL for a worker with this shutdown time."""
-    return min(shutdown_timeout + _GRACE_EXTRA, GRACE_MAX)
+    """Returns the seconds from SIGTERM to SIGKILL for a worker with this shutdown time."""
+    return min(shutdown_timeout + _EXTRA_GRACE_S, GRACE_MAX)
 
 
 def signal_name(number: int) -> str:
@@ -156,6 +156,6 @@ def signal_name(number: int) -> str:
 
 
 def signed_exit_code(status: int) -> int:
-    """A container's exit status with a signal as a negative number;
-    there it is 128 and the number."""
+    """Returns a container's exit status with a signal as a negative number; there it is 128 and the
+    number."""
     return 128 - status if 128 < status <= 128 + signal.NSIG else status

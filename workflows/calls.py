@@ -73,20 +73,20 @@ T = TypeVar("T")
 
 #: An activity whose heartbeats stopped is started again elsewhere after this long. Ours beat once a
 #: second, and the SDK passes on every second beat: a host may stand still for three seconds.
-_BEAT = 5.0
+_HEARTBEAT_TIMEOUT_S = 5.0
 #: The same for bulk work, for which nobody waits.
-_BULK_BEAT = 10.0
+_BULK_HEARTBEAT_TIMEOUT_S = 10.0
 #: For long bulk work. A second attempt next to a first one that is only slow cannot tell what it
 #: did: on a busy machine 200 of 2,000 anomalies counted as healed.
-_SLOW_BEAT = 30.0
+_SLOW_HEARTBEAT_TIMEOUT_S = 30.0
 #: What a lookup or a script may take before it counts as lost: Valkey's socket timeout is 5 s.
-_LOOKUP = 8.0
+_LOOKUP_TIMEOUT_S = 8.0
 #: What one statement in PostgreSQL may take.
-_STATEMENT = 15.0
+_STATEMENT_TIMEOUT_S = 15.0
 #: How long PostgreSQL may be away before a write is given up.
-_OUTAGE = 3600.0
+_OUTAGE_TIMEOUT_S = 3600.0
 #: Seconds that a closing run waits for its timeline to be written.
-TIMELINE_TIMEOUT = _OUTAGE
+TIMELINE_TIMEOUT = _OUTAGE_TIMEOUT_S
 
 #: A person waits: the first repeat comes quickly. Measured: a local retry costs no server timer.
 _QUICKLY = RetryPolicy(
@@ -143,8 +143,8 @@ def _delta(seconds: float | None) -> timedelta | None:
 
 
 async def claim_worker(request: ClaimRequest, claim_timeout: float) -> ClaimResult:
-    """A local activity: with a warm worker it takes about 10 ms,
-    and a regular one would add two hops.
+    """Claims a worker in a local activity: with a warm worker that takes about 10 ms, and a regular
+    one would add two hops.
 
     It waits `reply_wait` for the worker's answer,
     which must stay far below the workflow task's 10 s.
@@ -163,23 +163,24 @@ async def claim_worker(request: ClaimRequest, claim_timeout: float) -> ClaimResu
 
 
 async def launch_for_claim(request: LaunchForClaim) -> Launched:
-    """On the launch queue, whose rate is limited.
-    10 s above the launch's own time: to stop a late one."""
-    limits = _Limits(request.timeout + 10.0, beat=_BEAT)
+    """Launches a worker for a claim, on the launch queue, whose rate is limited. The limit is 10 s
+    above the launch's own time, so that a late launch is stopped."""
+    limits = _Limits(request.timeout + 10.0, beat=_HEARTBEAT_TIMEOUT_S)
     why = "pool is empty: launch a worker for this claim"
     return await _call(LAUNCH_QUEUE, "launch_for_claim", request, Launched, limits, why)
 
 
 async def await_connected(request: ConnectRequest) -> ClaimResult:
     """Waits for the login that the claim began. A repeat waits again, within the whole time."""
-    limits = _Limits(request.timeout + 10.0, each=request.timeout + 3.0, beat=_BEAT)
+    limits = _Limits(request.timeout + 10.0, each=request.timeout + 3.0, beat=_HEARTBEAT_TIMEOUT_S)
     why = "wait for the broker login"
     return await _call(LIFECYCLE_QUEUE, "await_connected", request, ClaimResult, limits, why)
 
 
 async def connect_again(request: ConnectRequest) -> ClaimResult:
-    """A further login: the worker counts attempts, so that a repeated message is one login."""
-    limits = _Limits(request.timeout + 10.0, each=request.timeout + 3.0, beat=_BEAT)
+    """Asks the worker for a further login. It counts attempts, so that a repeated message is one
+    login."""
+    limits = _Limits(request.timeout + 10.0, each=request.timeout + 3.0, beat=_HEARTBEAT_TIMEOUT_S)
     why = f"broker login, attempt {request.attempt}"
     return await _call(LIFECYCLE_QUEUE, "connect_again", request, ClaimResult, limits, why)
 
@@ -192,28 +193,30 @@ async def stop_worker(request: StopWorker) -> Stopped:
     waits and kills. The caller repeats a failed call.
     """
     each = request.grace + STOP_TIMEOUT
-    limits = _Limits(each + 10.0, each=each, beat=_BEAT)
+    limits = _Limits(each + 10.0, each=each, beat=_HEARTBEAT_TIMEOUT_S)
     why = f"stop the worker: {request.reason}"[:200]
     return await _call(LIFECYCLE_QUEUE, "stop_worker", request, Stopped, limits, why)
 
 
 async def check_worker(request: CheckWorker) -> WorkerHealth:
     """Reads the mark and the launcher's list; a caller of `ensure_active` may wait for it."""
-    limits = _Limits(20.0, each=_LOOKUP)
+    limits = _Limits(20.0, each=_LOOKUP_TIMEOUT_S)
     why = "is the worker alive, and when was it last used?"
     return await _call(LIFECYCLE_QUEUE, "check_worker", request, WorkerHealth, limits, why)
 
 
 async def reload_credentials(request: ReloadRequest) -> ReloadResult:
-    """The worker answers when the accounts that changed are connected again."""
-    limits = _Limits(request.timeout + 10.0, each=request.timeout + 3.0, beat=_BEAT)
+    """Gives the worker its new credentials. It answers when the accounts that changed are connected
+    again."""
+    limits = _Limits(request.timeout + 10.0, each=request.timeout + 3.0, beat=_HEARTBEAT_TIMEOUT_S)
     why = "give the worker its new credentials"
     return await _call(LIFECYCLE_QUEUE, "reload_credentials", request, ReloadResult, limits, why)
 
 
 async def record_timeline(request: RecordTimeline) -> None:
-    """Tried every 10 s: a closing run waits for it, and its user cannot start anew before."""
-    limits = _Limits(TIMELINE_TIMEOUT, each=_STATEMENT, retry=_PATIENTLY)
+    """Writes transitions to the timeline. Tried every 10 s: a closing run waits for it, and its
+    user cannot start anew before."""
+    limits = _Limits(TIMELINE_TIMEOUT, each=_STATEMENT_TIMEOUT_S, retry=_PATIENTLY)
     why = f"write {len(request.transitions)} transitions to the timeline"
     await _call(LIFECYCLE_QUEUE, "record_timeline", request, type(None), limits, why)
 
@@ -222,21 +225,21 @@ async def record_timeline(request: RecordTimeline) -> None:
 
 
 async def count_pool(request: CountPool) -> PoolCount:
-    """A round trip to the launcher and two to Valkey,
-    after every claim. The pool itself counts again.
+    """Counts the pool after every claim: a round trip to the launcher and two to Valkey. The pool
+    itself counts again.
 
     Not a local activity: on a host without CPU its workflow task may take more than 10 s, and
     signals that come in between would stand before the count in the history, but after it in what
     the run did.
     """
-    limits = _Limits(None, each=_LOOKUP, retry=_ONCE)
+    limits = _Limits(None, each=_LOOKUP_TIMEOUT_S, retry=_ONCE)
     return await _call(LIFECYCLE_QUEUE, "count_pool", request, PoolCount, limits, "count the pool")
 
 
 async def keep_pool(request: KeepPool) -> KeptPool:
-    """One statement in PostgreSQL. An operator may wait for it,
-    so the first repeats come quickly."""
-    limits = _Limits(_OUTAGE, each=_STATEMENT)
+    """Stores what operators have set for a pool, in one statement in PostgreSQL. An operator may
+    wait for it, so the first repeats come quickly."""
+    limits = _Limits(_OUTAGE_TIMEOUT_S, each=_STATEMENT_TIMEOUT_S)
     return await _call(
         LIFECYCLE_QUEUE, "keep_pool", request, KeptPool, limits, "keep what operators have set"
     )
@@ -247,7 +250,9 @@ async def launch_pool_worker(request: LaunchPoolWorker) -> Launched:
 
     An attempt waits up to 25 s for its turn, gives the worker its time, and has 10 s for a stop.
     """
-    limits = _Limits(request.timeout + 60.0, each=request.timeout + 40.0, beat=_BEAT, retry=_ONCE)
+    limits = _Limits(
+        request.timeout + 60.0, each=request.timeout + 40.0, beat=_HEARTBEAT_TIMEOUT_S, retry=_ONCE
+    )
     return await _call(
         LAUNCH_QUEUE, "launch_pool_worker", request, Launched, limits, "launch a pool worker"
     )
@@ -256,7 +261,7 @@ async def launch_pool_worker(request: LaunchPoolWorker) -> Launched:
 async def shrink_pool(request: StopPoolWorkers) -> int:
     """Stops free workers; each leaves the pool by a claim of its own,
     so no user's claim can meet it."""
-    limits = _Limits(90.0, each=60.0, beat=_BEAT, retry=_PATIENTLY)
+    limits = _Limits(90.0, each=60.0, beat=_HEARTBEAT_TIMEOUT_S, retry=_PATIENTLY)
     return await _call(
         LIFECYCLE_QUEUE, "shrink_pool", request, int, limits, f"stop {request.count} free workers"
     )
@@ -271,21 +276,22 @@ async def verify_order(request: VerifyOrder) -> Verified:
     Two attempts: the workflow comes back by itself, in a pause that grows.
     """
     whole = 2 * (request.timeout + 65.0)
-    limits = _Limits(whole, each=request.timeout + 60.0, beat=_BEAT, retry=_TWICE)
+    limits = _Limits(whole, each=request.timeout + 60.0, beat=_HEARTBEAT_TIMEOUT_S, retry=_TWICE)
     why = f"verify the order, {request.check + 1}"
     return await _call(ORDERS_QUEUE, "verify_order", request, Verified, limits, why)
 
 
 async def settle_absent(request: UnresolvedOrder) -> bool:
-    """One statement in PostgreSQL."""
-    limits = _Limits(60.0, each=_STATEMENT, retry=_PATIENTLY)
+    """Records that the order never reached the broker, in one statement in PostgreSQL."""
+    limits = _Limits(60.0, each=_STATEMENT_TIMEOUT_S, retry=_PATIENTLY)
     why = "the order never reached the broker"
     return await _call(ORDERS_QUEUE, "settle_absent", request, bool, limits, why)
 
 
 async def demand_attention(request: UnresolvedOrder) -> bool:
-    """Nobody waits for it, and it must not be lost: PostgreSQL may be away for an hour."""
-    limits = _Limits(_OUTAGE, each=_STATEMENT, retry=_SLOWLY)
+    """Puts the order on the operators' list. Nobody waits for it, and it must not be lost:
+    PostgreSQL may be away for an hour."""
+    limits = _Limits(_OUTAGE_TIMEOUT_S, each=_STATEMENT_TIMEOUT_S, retry=_SLOWLY)
     why = "put the order on the list for a person"
     return await _call(ORDERS_QUEUE, "demand_attention", request, bool, limits, why)
 
@@ -294,15 +300,16 @@ async def demand_attention(request: UnresolvedOrder) -> bool:
 
 
 async def scan_fleet(request: MaintenanceInput) -> Scanned:
-    """10,000 workers take below a second. One attempt: the next pass comes within a minute."""
+    """Scans all workers; 10,000 take less than a second. It has one attempt: the next pass comes
+    within a minute."""
     limits = _Limits(50.0, each=45.0, retry=_ONCE)
     return await _call(BULK_QUEUE, "scan_fleet", request, Scanned, limits, "scan all workers")
 
 
 async def clean_up(batch: Batch) -> Cleaned:
-    """A hundred stops, twenty at a time,
-    each with the time for a logout. What is left is found again."""
-    limits = _Limits(240.0, each=120.0, beat=_SLOW_BEAT, retry=_TWICE)
+    """Repairs a batch of anomalies: a hundred stops, twenty at a time, each with the time for a
+    logout. The next pass finds what is left."""
+    limits = _Limits(240.0, each=120.0, beat=_SLOW_HEARTBEAT_TIMEOUT_S, retry=_TWICE)
     return await _call(
         BULK_QUEUE,
         "clean_up",
@@ -314,8 +321,8 @@ async def clean_up(batch: Batch) -> Cleaned:
 
 
 async def finish_pass(request: FinishPass) -> float:
-    """One statement in PostgreSQL."""
-    limits = _Limits(60.0, each=_STATEMENT, retry=_PATIENTLY)
+    """Records the outcome of a pass, in one statement in PostgreSQL."""
+    limits = _Limits(60.0, each=_STATEMENT_TIMEOUT_S, retry=_PATIENTLY)
     return await _call(
         BULK_QUEUE, "finish_pass", request, float, limits, "record the outcome of the pass"
     )
@@ -325,30 +332,31 @@ async def finish_pass(request: FinishPass) -> float:
 
 
 async def check_release(request: CheckRelease) -> ReleaseSnapshot:
-    """An update of the pool's workflow, a listing of the launcher and a page of Valkey."""
+    """Counts workers by version: an update of the pool's workflow, a listing of the launcher and a
+    page of Valkey."""
     limits = _Limits(60.0, each=20.0, retry=_TWICE)
     why = f"how many workers are of version {request.release.version or 'of the settings'}?"
     return await _call(BULK_QUEUE, "check_release", request, ReleaseSnapshot, limits, why)
 
 
 async def retire_workers(request: RetireWorkers) -> int:
-    """Several stops next to each other, each with the grace of a logout.
-    A repeat ends the same workers."""
-    limits = _Limits(130.0, each=60.0, beat=_BULK_BEAT, retry=_TWICE)
+    """Ends free workers of other versions, several at a time, each with the grace of a logout. A
+    repeat ends the same workers."""
+    limits = _Limits(130.0, each=60.0, beat=_BULK_HEARTBEAT_TIMEOUT_S, retry=_TWICE)
     why = f"end {request.count} free workers of other versions"
     return await _call(BULK_QUEUE, "retire_workers", request, int, limits, why)
 
 
 async def ask_to_move(request: AskToMove) -> int:
-    """A signal a user, several at a time."""
-    limits = _Limits(130.0, each=60.0, beat=_BULK_BEAT, retry=_TWICE)
+    """Asks the users of other versions to move: a signal for each user, several at a time."""
+    limits = _Limits(130.0, each=60.0, beat=_BULK_HEARTBEAT_TIMEOUT_S, retry=_TWICE)
     why = "ask the users of other versions to move"
     return await _call(BULK_QUEUE, "ask_to_move", request, int, limits, why)
 
 
 async def tell_rollout(request: TellRollout) -> None:
-    """One row of the audit trail."""
-    limits = _Limits(_OUTAGE, each=_STATEMENT, retry=_SLOWLY)
+    """Records a rollout's step as one row of the audit trail."""
+    limits = _Limits(_OUTAGE_TIMEOUT_S, each=_STATEMENT_TIMEOUT_S, retry=_SLOWLY)
     await _call(
         BULK_QUEUE,
         "tell_rollout",
@@ -363,14 +371,15 @@ async def tell_rollout(request: TellRollout) -> None:
 
 
 async def plan_morning(request: PlanMorning) -> MorningPlan:
-    """One count over the orders' index: seconds for millions of orders."""
+    """Asks whether it is a trading day and who traded recently. It is one count over the orders'
+    index: seconds for millions of orders."""
     limits = _Limits(1800.0, each=30.0, retry=_PATIENTLY)
     why = "is it a trading day, and who traded recently?"
     return await _call(BULK_QUEUE, "plan_morning", request, MorningPlan, limits, why)
 
 
 async def recent_users(request: RecentUsers) -> list[str]:
-    """One page of an index."""
+    """Returns one page of the users that traded recently, read from an index."""
     limits = _Limits(1800.0, each=30.0, retry=_PATIENTLY)
     return await _call(
         BULK_QUEUE, "recent_users", request, list[str], limits, f"users after {request.after!r}"
@@ -378,8 +387,9 @@ async def recent_users(request: RecentUsers) -> list[str]:
 
 
 async def connect_user(request: ConnectUser) -> Connected:
-    """A claim and a login: the caller's own limit is 50 s with the default settings."""
-    limits = _Limits(240.0, each=180.0, beat=_BULK_BEAT, retry=_ONCE)
+    """Connects a user before the bell. That is a claim and a login; the caller's own limit is 50 s
+    with the default settings."""
+    limits = _Limits(240.0, each=180.0, beat=_BULK_HEARTBEAT_TIMEOUT_S, retry=_ONCE)
     return await _call(
         BULK_QUEUE,
         "connect_user",
@@ -391,23 +401,24 @@ async def connect_user(request: ConnectUser) -> Connected:
 
 
 async def plan_statements(request: PlanStatements) -> StatementsPlan:
-    """One count over a table with at most one row a user. Tried until the next day's are due."""
+    """Returns which day's statements are due. It is one count over a table with at most one row for
+    each user, tried until the next day's are due."""
     limits = _Limits(12 * 3600.0, each=30.0, retry=_SLOWLY)
     why = "which day, and was it a trading day?"
     return await _call(BULK_QUEUE, "plan_statements", request, StatementsPlan, limits, why)
 
 
 async def enqueue_statements(request: EnqueueStatements) -> StatementsPage:
-    """One page of users: reads their orders and enqueues a job for each, some ms a user."""
-    limits = _Limits(12 * 3600.0, each=300.0, beat=_SLOW_BEAT, retry=_SLOWLY)
+    """Reads the orders of one page of users and enqueues a job for each user, in some ms each."""
+    limits = _Limits(12 * 3600.0, each=300.0, beat=_SLOW_HEARTBEAT_TIMEOUT_S, retry=_SLOWLY)
     why = f"users after {request.after!r}"
     return await _call(BULK_QUEUE, "enqueue_statements", request, StatementsPage, limits, why)
 
 
 async def make_report(request: MakeReport) -> ReportResult:
-    """Some statements, up to 60 s for the figures,
-    and a job a mail. Tried until the next report is due."""
-    limits = _Limits(24 * 3600.0, each=120.0, beat=_BULK_BEAT, retry=_SLOWLY)
+    """Makes the daily report: some statements, up to 60 s for the figures, and a job for each mail.
+    Tried until the next report is due."""
+    limits = _Limits(24 * 3600.0, each=120.0, beat=_BULK_HEARTBEAT_TIMEOUT_S, retry=_SLOWLY)
     return await _call(
         BULK_QUEUE, "make_report", request, ReportResult, limits, "make the daily report"
     )
@@ -417,16 +428,17 @@ async def make_report(request: MakeReport) -> ReportResult:
 
 
 async def plan_instruments(request: PlanInstruments) -> InstrumentsPlan:
-    """Some statements over small tables. The next look comes within a quarter of an hour."""
-    limits = _Limits(300.0, each=_STATEMENT, retry=_PATIENTLY)
+    """Finds the brokers whose instruments are due, in some statements over small tables. The next
+    look comes within a quarter of an hour."""
+    limits = _Limits(300.0, each=_STATEMENT_TIMEOUT_S, retry=_PATIENTLY)
     why = "which brokers' instruments are due?"
     return await _call(BULK_QUEUE, "plan_instruments", request, InstrumentsPlan, limits, why)
 
 
 async def load_instruments(request: LoadInstruments) -> LoadOutcome:
-    """A claim, a login and some hundred pages of 200 instruments, each an answer of a worker that
-    serves orders first. The workflow repeats it by itself."""
-    limits = _Limits(1800.0, each=1200.0, beat=_SLOW_BEAT, retry=_ONCE)
+    """Loads a broker's instruments: a claim, a login and some hundred pages of 200 instruments,
+    each an answer of a worker that serves orders first. The workflow repeats it by itself."""
+    limits = _Limits(1800.0, each=1200.0, beat=_SLOW_HEARTBEAT_TIMEOUT_S, retry=_ONCE)
     why = f"load the instruments of {request.broker}"
     return await _call(BULK_QUEUE, "load_instruments", request, LoadOutcome, limits, why)
 
@@ -435,13 +447,13 @@ async def load_instruments(request: LoadInstruments) -> LoadOutcome:
 
 
 def failure_type(error: FailureError) -> str:
-    """The code that an activity failed with; '' if it failed otherwise."""
+    """Returns the code that an activity failed with; '' if it failed otherwise."""
     root = _root(error)
     return root.type or "" if isinstance(root, ApplicationError) else ""
 
 
 def cause(error: FailureError) -> str:
-    """What went wrong in an activity, in one short line."""
+    """Says in one short line what went wrong in an activity."""
     root = _root(error)
     return f"{failure_type(error) or type(root).__name__}: {root}"[:200]
 

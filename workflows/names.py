@@ -49,20 +49,20 @@ def worker_pool_id(pool: str) -> str:
 
 
 def morning_id(day: str, evening: bool = False) -> str:
-    """One a day, and one an evening."""
+    """Returns the id of the morning workflow of a day, or of its evening."""
     return f"{'evening' if evening else 'morning'}-{day}"
 
 
 def statements_id(day: str) -> str:
-    """One a day."""
+    """Returns the id of the statements workflow of a day."""
     return f"statements-{day}"
 
 
 def instrument_load_id(broker: str, day: str) -> str:
-    """One a broker and trading day."""
+    """Returns the id of the instrument load of a broker and a trading day."""
     return f"instruments-{broker}-{day}"
 
 
 def rollout_id(pool: str) -> str:
-    """One a pool at a time."""
+    """Returns the id of a pool's rollout: a pool has at most one at a time."""
     return f"rollout-{pool}"

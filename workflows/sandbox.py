@@ -65,6 +65,7 @@ class QueryGuard(SandboxedWorkflowRunner):
 
 
 def workflow_runner(*, passed: Sequence[str] = PASSED_THROUGH) -> SandboxedWorkflowRunner:
-    """`passed`: our own modules that are passed through; none in the suite."""
+    """Returns the runner of sandboxed workflows. `passed` names our own modules that are passed
+    through; the tests pass none."""
     allowed = SandboxRestrictions.default.with_passthrough_modules(*LIBRARIES, *passed)
     return QueryGuard(restrictions=allowed)

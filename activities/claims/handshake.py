@@ -164,7 +164,7 @@ class ClaimReplies:
         self._refused = RefusalCounter(REFUSED.labels("claim reply").inc)
 
     async def present(self, attempt: int) -> ClaimReply | None:
-        """The answer to this attempt, if it has come.
+        """Returns the answer to this attempt, if it has come.
 
         Removes answers to other attempts, and forged ones.
         """
@@ -181,7 +181,7 @@ class ClaimReplies:
         return None
 
     async def wait(self, attempt: int, timeout: float) -> ClaimReply | None:
-        """The answer to this attempt, or None after `timeout` seconds (less than the socket
+        """Returns the answer to this attempt, or None after `timeout` seconds (less than the socket
         timeout)."""
         deadline = time.monotonic() + timeout
         while True:
@@ -196,7 +196,7 @@ class ClaimReplies:
             )
 
     def _read(self, item: bytes) -> ClaimReply | None:
-        """The reply, if it is the worker's own to this claim."""
+        """Returns the reply if it is the worker's own to this claim."""
         worker_id = self._worker_id
         try:
             reply = sealing.open_reply(item, *self._keys.launch_tokens(worker_id))

@@ -92,7 +92,7 @@ class MorningActivities:
 
 
 def _groups(bells: dict[str, datetime], counted: dict[str, int]) -> tuple[BellGroup, ...]:
-    """The users by their first bell.
+    """Groups the users by their first bell.
 
     Markets that begin together are one group: its logins share a window.
     """
@@ -106,7 +106,7 @@ def _groups(bells: dict[str, datetime], counted: dict[str, int]) -> tuple[BellGr
 
 
 def first_recent_day(calendar: Calendar, day: date, days: int) -> date:
-    """The first of the last `days` trading days before `day`."""
+    """Returns the first of the last `days` trading days before `day`."""
     for _ in range(days):
         day = calendar.trading_day_before(day)
     return day

@@ -87,7 +87,7 @@ class ReloadActivity:
         open_orders: list[PlaceOrder],
         number: int,
     ) -> ClaimReply | str:
-        """The worker's answer, or why there is none."""
+        """Returns the worker's answer, or why there is none."""
         worker, user = request.worker, request.user_id
         replies = ClaimReplies(self.client, self.sealer.keys, worker, request.reload_id)
         began = time.monotonic()
@@ -122,8 +122,8 @@ class ReloadActivity:
         return "the worker did not answer in time"
 
     async def _public_key(self, request: ReloadRequest) -> bytes:
-        """The proven key of the worker's present session; empty if it does not appear within
-        FRESH_KEY.
+        """Returns the proven key of the worker's present session; empty if it does not appear
+        within FRESH_KEY.
 
         A replaced session has a new key pair. The key of the claim is used only if the session was
         not replaced and no key appears: a flushed Valkey has no metadata for a moment.
@@ -141,7 +141,7 @@ class ReloadActivity:
             await asyncio.sleep(POLL_INTERVAL_S)
 
     async def _published_key(self, request: ReloadRequest) -> bytes:
-        """The key in the worker's metadata, if it is proven to be the worker's own."""
+        """Returns the key in the worker's metadata, if it is proven to be the worker's own."""
         fields = await reply_of(
             self.client.hmget(keys.metadata(request.user_id), ["public_key", "proof"])
         )

@@ -236,8 +236,8 @@ class StopActivity:
         return Stopped(waiting=await self._waiting(request.user_id))
 
     async def _waiting(self, user_id: str) -> int:
-        """What needs another worker: queued orders, orders that the ended worker had in hand, and
-        jobs.
+        """Counts what needs another worker: queued orders, orders that the ended worker had in
+        hand, and jobs.
 
         Jobs count as one for each of: some wait, some are delayed, a runner did not sign off.
         """
@@ -250,8 +250,8 @@ class StopActivity:
         return int(queued) + int(in_hand) + int(jobs)
 
     async def _worker_of(self, asked: WorkerRef) -> str:
-        """The worker of a claim, from the assignment's row, or from Valkey if its claimer died
-        before that.
+        """Returns the worker of a claim, from the assignment's row, or from Valkey if its claimer
+        died before that.
 
         Empty if it is another claim's: whoever can write to Valkey may name any worker there.
         """
@@ -345,7 +345,7 @@ class HealthActivity(_WorkerAccess):
         )
 
     async def _is_over(self, worker: WorkerRef) -> bool:
-        """Whether somebody has ended the assignment, as far as PostgreSQL answers.
+        """Returns True if somebody has ended the assignment, as far as PostgreSQL answers.
 
         A worker that announced its own end is still to be ended by its workflow.
         """
@@ -367,7 +367,7 @@ class HealthActivity(_WorkerAccess):
         return not await valkey.has_lapsed(self.client, user, mark, self.mark_ttl)
 
     async def _running(self, worker: WorkerRef) -> bool | None:
-        """None: nobody knows."""
+        """Returns True if the worker's task runs, and None if nobody knows."""
         try:
             task = worker.task_id
             if not task:  # its launcher had not answered when it was claimed

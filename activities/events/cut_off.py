@@ -79,7 +79,8 @@ class WorkerCutOff:
         self._running = tasks.SharedTasks[Offender, None](_failed)
 
     async def cut_off_writer(self, writer: str, reason: str) -> bool:
-        """As `cut_off`, for a name that `writer_of` in `writer_lib.lua` gave."""
+        """Cuts off, like `cut_off`, a writer by the name that `writer_of` in `writer_lib.lua`
+        gave."""
         kind, _, name = writer.partition(" ")
         if kind == "user":
             return await self.cut_off(Offender(user_id=name), reason)

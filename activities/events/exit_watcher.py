@@ -75,7 +75,8 @@ class ExitWatcher:
         self._losing = asyncio.Event()
 
     async def run_alone(self, database_url: str) -> None:
-        """`run` in one process at a time, for exits that one reader takes from all others (SQS)."""
+        """Executes `run` in one process at a time, for exits that one reader takes from all others
+        (SQS)."""
         while True:
             try:
                 await lead(database_url, LOCK_ID, self._run_while_leading)
@@ -90,7 +91,7 @@ class ExitWatcher:
                 await asyncio.sleep(MAX_SILENCE_S / 6)
 
     async def run(self) -> None:
-        """Also reports the ends that happened while no orchestrator ran."""
+        """Reports how workers end, including ends that happened while no orchestrator ran."""
         pools = asyncio.create_task(self._signal_pools(), name="ends of free workers")
         try:
             while True:

@@ -90,7 +90,7 @@ class MissingMarkTracker:
         return list(self._since)
 
     def reset(self) -> None:
-        """A read failed: what was known before does not count any more."""
+        """Forgets what was known before, because a read failed."""
         self._updated_at = None
         self._since.clear()
 
@@ -129,7 +129,8 @@ class MissingMarkTracker:
         return due if signalled_at is None else max(due, signalled_at + SIGNAL_RETRY_INTERVAL_S)
 
     def seconds_until_read(self, now: float, period: float) -> float:
-        """Seconds until the next read: `period`, or less if a worker becomes due before."""
+        """Returns the seconds until the next read: `period`, or less if a worker becomes due
+        before."""
         times = (max(self._due_at(worker), self._settled_at) for worker in self._since)
         return min((at - now for at in times if now < at < now + period), default=period)
 
@@ -137,11 +138,12 @@ class MissingMarkTracker:
         self._signalled_at[worker] = now
 
     def note_without_workflow(self, worker: WorkerInService) -> None:
-        """It has no workflow to signal, and does not count as missing while its mark is."""
+        """Notes a worker without a workflow to signal; it does not count as missing while its mark
+        is."""
         self._without_workflow.add(worker)
 
     def note_restored(self, now: float, workers: Iterable[WorkerInService]) -> None:
-        """Their owner keys were restored, without which they could not renew."""
+        """Notes workers whose owner keys were restored, without which they could not renew."""
         for worker in workers:
             self._since[worker] = now + self._settle
 
@@ -286,8 +288,8 @@ class MarkWatcher:
     async def _marks(
         self, workers: Sequence[WorkerInService]
     ) -> tuple[str, str, list[bytes | None]]:
-        """Valkey's generation and run id, and each mark. Raises `RedisError` when the generation
-        changed."""
+        """Returns Valkey's generation and run id, and each mark. Raises `RedisError` when the
+        generation changed."""
         generation, server = await valkey.read_generation_and_server(self.client, uuid.uuid4().hex)
         marks: list[bytes | None] = []
         for start in range(0, len(workers), MAX_KEYS_PER_SCRIPT):
@@ -380,8 +382,8 @@ class MarkWatcher:
         return without
 
     async def _asking_first(self, due: Sequence[WorkerInService]) -> list[WorkerInService]:
-        """Those whose orders or jobs wait, and some of the others: not all launch and log in at
-        once."""
+        """Returns those whose orders or jobs wait, and some of the others: not all launch and log
+        in at once."""
         asked: list[int] = []
         for start in range(0, len(due), MAX_KEYS_PER_SCRIPT):
             async with self.client.pipeline(transaction=False) as pipe:
@@ -436,5 +438,6 @@ class MarkWatcher:
 
 
 def _now() -> float:
-    """Seconds; a clock that also counts while the machine sleeps, as the lifetime of marks does."""
+    """Returns the seconds of a clock that also counts while the machine sleeps, as the lifetime of
+    marks does."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)

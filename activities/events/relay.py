@@ -87,7 +87,7 @@ class Relay:
         return list(held.values())
 
     def _window_of(self, key: tuple[str, int]) -> _SignalWindow:
-        """The present window of an assignment."""
+        """Returns the present window of an assignment."""
         now = time.monotonic()
         if now >= self._forget_at:
             self._forget_at = now + self._window

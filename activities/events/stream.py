@@ -212,7 +212,7 @@ class EventStream:
             await reply_of(self.client.xack(self._stream, self.group, *done))
 
     async def _read(self, entry: bytes) -> Event:
-        """`read_event`, which waits a while for a secret that was rotated and is not here yet."""
+        """Reads an event; waits a while for a secret that was rotated and is not here yet."""
         while True:
             try:
                 return read_event(entry, self.message_secrets.assignment_keys)
@@ -284,15 +284,16 @@ class EventStream:
 
 
 def kind_of(event: Event) -> str:
-    """What the metrics call an event: an order's state, a change of the worker, or `account`."""
+    """Returns what the metrics call an event: an order's state, a change of the worker, or
+    `account`."""
     if isinstance(event, OrderEvent):
         return event.state
     return event.kind if isinstance(event, WorkerEvent) else "account"
 
 
 def _dead_letter(kind: str, entry: bytes, error: Exception) -> DeadLetter:
-    """The letter of an authentic message. Its MAC covers the user and the epoch, not the worker's
-    id."""
+    """Makes the dead letter of an authentic message. Its MAC covers the user and the epoch, not the
+    worker's id."""
     sender = read_sender(payload_of(entry))
     source = f"{sender.user_id}:{sender.epoch}"
     return DeadLetter(

@@ -71,7 +71,8 @@ class InstrumentActivities:
 
     @activity.defn
     async def load_instruments(self, request: LoadInstruments) -> LoadOutcome:
-        """One attempt, from the first page on. A list comes into force as a whole or not at all."""
+        """Loads a list in one attempt, from the first page on. A list comes into force as a whole
+        or not at all."""
         try:
             day = date.fromisoformat(request.day)
         except ValueError as error:
@@ -120,7 +121,7 @@ class InstrumentActivities:
         )
 
     async def _pages(self, load: InstrumentLoad) -> AsyncIterator[InstrumentPage]:
-        """The pages of one list, each of them checked. Raises `InstrumentListRefused`."""
+        """Yields the pages of one list, each of them checked. Raises `InstrumentListRefused`."""
         plugin = installed_brokers().get(load.broker)
         if plugin is None:
             raise InstrumentListRefused(f"The broker {load.broker} is not installed here.")

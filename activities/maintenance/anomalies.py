@@ -100,7 +100,7 @@ class FleetSnapshot:
         return len({*self.running, *self.by_worker, *marked})
 
     def serves(self, row: AssignmentRow) -> bool:
-        """Whether its worker has the user's mark."""
+        """Returns True if its worker has the user's mark."""
         return self.marks.get(row.user_id) == mark_of(row)
 
     def summary(self, anomalies: int) -> ScanSummary:
@@ -125,7 +125,7 @@ def mark_of(row: AssignmentRow) -> str:
 
 
 def find_anomalies(snapshot: FleetSnapshot, limits: OverdueLimits) -> list[Suspect]:
-    """All anomalies, each at most once."""
+    """Returns all anomalies, each at most once."""
     rules = _duplicates, _marks, _entries
     late = _orphan_tasks(snapshot, limits), _overdue(snapshot, limits)
     suspects = chain(*(rule(snapshot) for rule in rules), *late)
@@ -133,13 +133,13 @@ def find_anomalies(snapshot: FleetSnapshot, limits: OverdueLimits) -> list[Suspe
 
 
 def _suspect(kind: AnomalyKind, why: str, of: AssignmentRow | Task, **details: str) -> Suspect:
-    """With the fields that `of` has."""
+    """Makes a suspect with the fields that `of` has."""
     known = {name: getattr(of, name) for name in Suspect.__struct_fields__ if hasattr(of, name)}
     return Suspect(kind=kind, why=why, **known | details)
 
 
 def _duplicates(snapshot: FleetSnapshot) -> Iterator[Suspect]:
-    """Two workers of one user, or two tasks of one worker; the older one is to end."""
+    """Finds two workers of one user, or two tasks of one worker; the older one is to end."""
     for rows in snapshot.by_user.values():
         for row in rows:
             if not row.present and row.worker_id:
@@ -158,9 +158,9 @@ def _duplicates(snapshot: FleetSnapshot) -> Iterator[Suspect]:
 
 
 def _orphan_tasks(snapshot: FleetSnapshot, limits: OverdueLimits) -> Iterator[Suspect]:
-    """Running workers that belong neither to a user nor, as free ones, to their pool, and
-    are not being launched: on a host that has to start first that takes longer than the
-    time between two passes."""
+    """Finds running workers that belong neither to a user nor, as free ones, to their pool, and are
+    not being launched: on a host that has to start first that takes longer than the time between
+    two passes."""
     for worker_id, tasks in snapshot.running.items():
         if worker_id in snapshot.by_worker:
             continue
@@ -197,7 +197,7 @@ def _marks(snapshot: FleetSnapshot) -> Iterator[Suspect]:
 
 
 def _entries(snapshot: FleetSnapshot) -> Iterator[Suspect]:
-    """Workers on the list of free ones that do not run."""
+    """Finds workers on the list of free ones that do not run."""
     for pool, workers in snapshot.free.items():
         for worker_id in workers - snapshot.running.keys():
             entry = snapshot.entries.get(worker_id)
@@ -219,7 +219,7 @@ def _overdue(snapshot: FleetSnapshot, limits: OverdueLimits) -> Iterator[Suspect
 
 
 def _late(snapshot: FleetSnapshot, limits: OverdueLimits, row: AssignmentRow) -> str:
-    """Why this assignment is overdue; '': it is not."""
+    """Returns why this assignment is overdue; '' if it is not."""
     runs, marked = row.worker_id in snapshot.running, snapshot.serves(row)
     if not row.present:
         return "" if runs else "an earlier assignment that nobody closed"
@@ -260,8 +260,9 @@ def is_many(count: int, of: int) -> bool:
 
 
 def guard_reason(scan: ScanSummary, before: PassRecord | None, *, override: bool = False) -> str:
-    """Why maintenance must not act now; '': it may. With `override` it may though much looks odd at
-    once, but not when two passes saw different servers or data, and so cannot agree."""
+    """Returns why maintenance must not act now; '' if it may. With `override` it may though much
+    looks odd at once, but not when two passes saw different servers or data, and so cannot
+    agree."""
     if not scan.place.generation:
         return "the generation is missing"
     if before is None or before.age > OLD:

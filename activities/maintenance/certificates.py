@@ -26,7 +26,7 @@ log = structlog.get_logger()
 async def warn_of_certificates(
     database: Database, jobs: KeptJobs, period_s: float = PERIOD_S
 ) -> None:
-    """A background loop."""
+    """Warns of certificates that expire soon, in a background loop."""
     while True:
         try:
             while await send_due(database, jobs):

@@ -68,8 +68,8 @@ class AnomalyCleaner:
         self._temporal = temporal
 
     async def clean(self, suspects: Sequence[Suspect], seen: FleetSnapshot) -> dict[str, int]:
-        """Outcome → how often. Raises `RedisError` or `LauncherUnreachable` when it cannot go
-        on."""
+        """Cleans up after the suspects and counts the outcomes. Raises `RedisError` or
+        `LauncherUnreachable` when it cannot continue."""
         outcomes: Counter[str] = Counter()
         for start in range(0, len(suspects), ABREAST):
             done = await self._clean(suspects[start : start + ABREAST], seen)
@@ -121,7 +121,7 @@ class AnomalyCleaner:
             await self._database.fetch(assignments.close_assignments, reasons)
 
     async def _with_orders_in_flight(self, users: Collection[str]) -> set[str]:
-        """Users whose worker has an order in hand, or may be submitting one."""
+        """Returns the users whose worker has an order in hand, or may be submitting one."""
         asked = sorted(users)
         if not asked:
             return set()
@@ -143,7 +143,7 @@ class AnomalyCleaner:
         return "deleted" if gone else "healed"
 
     async def _known_to_its_workflow(self, suspect: Suspect) -> bool:
-        """Whether the user's workflow knows this worker, and was signalled; True if it cannot be
+        """Returns True if the user's workflow knows this worker and was signalled, or cannot be
         queried."""
         handle = self._temporal.get_workflow_handle(names.user_worker_id(suspect.user_id))
         try:
@@ -216,14 +216,14 @@ class AnomalyCleaner:
 
 
 def _users(suspect: Suspect, seen: FleetSnapshot) -> set[str]:
-    """The users whom its worker serves or may serve."""
+    """Returns the users whom its worker serves or may serve."""
     if suspect.user_id:
         return {suspect.user_id}
     return {row.user_id for row in seen.by_worker.get(suspect.worker_id, ())}
 
 
 async def _all(steps: Iterable[Awaitable[T]]) -> list[T]:
-    """The results of all steps; if one fails, the others end first."""
+    """Returns the results of all steps; if one fails, the others end first."""
     done = await asyncio.gather(*steps, return_exceptions=True)
     results: list[T] = []
     for outcome in done:

@@ -44,7 +44,7 @@ class FailureCollector:
     def __init__(
         self, database: Database, temporal: Client, days: float, most_runs: int = MOST_RUNS
     ) -> None:
-        """`days`: for which letters are kept."""
+        """Keeps letters for `days`."""
         self._database = database
         self._temporal = temporal
         self._kept = timedelta(days=days)

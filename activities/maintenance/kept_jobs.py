@@ -65,7 +65,8 @@ class KeptJobSweeper:
         starter: WorkerStarter,
         job_users: JobUsers | None = None,
     ) -> None:
-        """`job_users`: makes the logins of applications at Valkey; None: they log in as we do."""
+        """Takes `job_users`, which makes the applications' logins at Valkey; None if they log in as
+        we do."""
         self._client = client
         self._job_users = job_users
         #: Application → generations of its key whose logins this process has seen to.
@@ -203,8 +204,7 @@ class KeptJobSweeper:
             await self._start_worker(row.user_id)
 
     async def _shorten_result(self, row: KeptJob) -> None:
-        """An application's result is kept for as long as its job says once PostgreSQL knows the
-        end."""
+        """Lets an application's result expire when its job says, once PostgreSQL knows the end."""
         if job_keys.application_of_tag(row.user_id) and row.sealed:
             seconds = self._kept.unseal(row).result_ttl
             await self._client.expire(job_keys.result(row.user_id, row.job_id), seconds, lt=True)

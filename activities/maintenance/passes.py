@@ -25,11 +25,11 @@ from workflows.maintenance.messages import Batch, Cleaned, FinishPass, Maintenan
 
 #: Seconds that an assignment may go without a connected worker: a claim or launch (65 s) and three
 #: logins with their pauses (82 s), and as much again.
-CONNECT_LIMIT = 300.0
+CONNECT_LIMIT_S = 300.0
 #: Seconds beyond twice the idle timeout that a worker may be unused: its workflow checks at most 20
 #: min late (docs/how-it-works/lifecycle.md). A worker of the morning waits `morning_window` for its
 #: bell, too, and at most 15 min more for a later one.
-IDLE_MARGIN = 1800.0
+IDLE_MARGIN_S = 1800.0
 #: Seconds beyond a mark's life between the two passes that must see the same anomaly: a mark that
 #: the first one saw, and that nobody renews, is gone when the second one looks.
 CONFIRM_MARGIN = 10.0
@@ -52,8 +52,8 @@ class MaintenanceActivities:
     def __post_init__(self) -> None:
         own = self.settings
         self._confirm = own.mark_ttl + CONFIRM_MARGIN if self.confirm is None else self.confirm
-        idle = 2 * own.idle_timeout + own.morning_window + IDLE_MARGIN
-        self._limits = OverdueLimits(connect=CONNECT_LIMIT, idle=idle, launch=own.launch_timeout)
+        idle = 2 * own.idle_timeout + own.morning_window + IDLE_MARGIN_S
+        self._limits = OverdueLimits(connect=CONNECT_LIMIT_S, idle=idle, launch=own.launch_timeout)
         self._boot = boot_id()
 
     @activity.defn
@@ -116,7 +116,8 @@ class MaintenanceActivities:
         )
 
     def _seconds_since(self, before: passes.PassRecord) -> float:
-        """By the monotonic clock if that pass was on this host."""
+        """Returns the seconds since a pass, by the monotonic clock if that pass was on this
+        host."""
         if before.boot == self._boot:
             return _boottime() - before.boottime
         return before.age
@@ -176,11 +177,11 @@ class MaintenanceActivities:
 
 
 def _world_changed(now: passes.PassBasis, then: passes.PassBasis) -> bool:
-    """Whether Valkey, its data or the launcher's list are not those of the pass."""
+    """Returns True if Valkey, its data or the launcher's list are not those of the pass."""
     other = (now.generation, now.server) != (then.generation, then.server)
     return other or is_many(then.tasks - now.tasks, then.tasks)
 
 
 def _boottime() -> float:
-    """Seconds; monotonic, also while the machine sleeps."""
+    """Returns monotonic seconds that also count while the machine sleeps."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)

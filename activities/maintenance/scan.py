@@ -114,7 +114,8 @@ class FleetScanner:
         *,
         verified: bool = False,
     ) -> FleetSnapshot:
-        """`verified`: metadata count only if their worker wrote them."""
+        """Takes a snapshot of the fleet. With `verified`, metadata count only if their worker wrote
+        them."""
         assigned = {row.worker_id for row in rows}
         own = {(task.pool, task.worker_id) for task in tasks if task.worker_id not in assigned}
         own |= {(pool, worker) for pool, worker_ids in free.items() for worker in worker_ids}
@@ -201,7 +202,8 @@ class FleetScanner:
         }
 
     async def _marked_users(self) -> set[str]:
-        """Users with a mark or metadata in Valkey, as far as the SCANs of this pass get."""
+        """Returns the users with a mark or metadata in Valkey, as far as the SCANs of this pass
+        get."""
         user_ids: set[str] = set()
         for _ in range(SCANNED // KEYS_PER_SCAN):
             self._cursor, scanned = await reply_of(
@@ -218,8 +220,8 @@ class FleetScanner:
     async def _marks(
         self, users: Sequence[str], verified_at: float | None
     ) -> tuple[dict[str, str], dict[str, ReportedState]]:
-        """Marks and metadata; what can be no mark is deleted. With a time (Valkey's), metadata of
-        which that worker is not the author say nothing."""
+        """Returns marks and metadata; deletes what can be no mark. With a time (Valkey's), metadata
+        of which that worker is not the author say nothing."""
         marks: dict[str, str] = {}
         reported: dict[str, ReportedState] = {}
         for start in range(0, len(users), COMMANDS_PER_PIPELINE):
@@ -265,6 +267,6 @@ class FleetScanner:
 
 
 def _id_of(value: Any) -> str:
-    """A value of Valkey as an id; '' for what can be none."""
+    """Returns a value of Valkey as an id; '' for what can be none."""
     text = text_of(value)
     return text if _ID.fullmatch(text) else ""

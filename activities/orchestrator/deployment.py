@@ -80,7 +80,7 @@ class Deployment:
         )
 
     async def describe(self) -> DeploymentSnapshot | None:
-        """None: no worker of the deployment has polled yet."""
+        """Describes the deployment; None if no worker of it has polled yet."""
         request = api.DescribeWorkerDeploymentRequest(
             namespace=self._space, deployment_name=self.name
         )
@@ -100,8 +100,8 @@ class Deployment:
         )
 
     async def serves(self, queues: Collection[str]) -> bool:
-        """Whether Temporal knows that our version serves these queues; before, it cannot become
-        current."""
+        """Returns True if Temporal knows that our version serves these queues; before, it cannot
+        become current."""
         version = VersionName(deployment_name=self.name, build_id=self.build)
         request = api.DescribeWorkerDeploymentVersionRequest(
             namespace=self._space, deployment_version=version
@@ -118,7 +118,7 @@ class Deployment:
         return all((queue, kind) in known for queue in queues for kind in _KINDS)
 
     async def make_current(self, seen: DeploymentSnapshot) -> None:
-        """New runs start on our version from now on. `RPCError`: somebody else changed it since
+        """Lets new runs start on our version. Raises `RPCError` if somebody else changed it since
         `seen`, or our version serves fewer task queues than the one before."""
         request = api.SetWorkerDeploymentCurrentVersionRequest(
             namespace=self._space,
@@ -149,7 +149,8 @@ class Deployment:
         ]
 
     async def served(self, runs: Sequence[RunningWorkflow]) -> bool:
-        """Whether an orchestrator answers for them; Temporal's list of pollers is minutes old."""
+        """Returns True if an orchestrator answers for them; Temporal's list of pollers is minutes
+        old."""
         return any(await asyncio.gather(*(self._answers(run.workflow_id) for run in runs[:_ASKED])))
 
     async def _answers(self, workflow_id: str) -> bool:

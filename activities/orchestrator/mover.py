@@ -100,7 +100,8 @@ class WorkflowMover:
                 )
 
     async def _move_one(self, run: RunningWorkflow, *, handed_over: bool) -> bool:
-        """Whether anything was done; a run that was asked a moment ago is left alone."""
+        """Moves one run and returns True if anything was done; a run that was asked a moment ago is
+        left alone."""
         last = self._done.get((run.run_id, handed_over))
         entity = run.kind in ENTITIES
         if (last is not None and time.monotonic() - last < RENEW_RETRY_INTERVAL_S) or not (

@@ -63,8 +63,8 @@ log = structlog.get_logger()
 
 
 def stop_on_signals(cut_short: Callable[[], None], *, limit: float) -> asyncio.Event:
-    """The event is set by the first SIGTERM or SIGINT; a second one, or `limit` seconds, end the
-    process.
+    """Returns an event that the first SIGTERM or SIGINT sets; a second one, or `limit` seconds, end
+    the process.
 
     The limit is needed because Temporal's client waits for ever while Temporal is away. Activities
     in hand are repeated elsewhere, as after a crash. `cut_short` is called before an end at once.
@@ -118,7 +118,7 @@ async def _forever(loop: Loop) -> None:
 
 
 async def unless_stopped(stopping: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `work`, or None when the process is asked to stop first."""
+    """Returns the result of `work`, or None when the process is asked to stop first."""
     task, stop = asyncio.create_task(work), asyncio.create_task(stopping.wait())
     await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
     await tasks.cancel_tasks(stop)

@@ -34,13 +34,14 @@ class CodeUnreadable(BerthError, code="CODE_UNREADABLE"):
 
 
 def build_id() -> str:
-    """`<release>-<hash>`, like `0.1.0-4f0c2b9d8e71`. Raises `CodeUnreadable`."""
+    """Returns `<release>-<hash>`, like `0.1.0-4f0c2b9d8e71`. Raises `CodeUnreadable`."""
     folders = [Path(package.__path__[0]) for package in REPLAYED_PACKAGES]
     return f"{version('berth')}-{code_hash(folders)}"
 
 
 def code_hash(folders: list[Path]) -> str:
-    """Twelve hexadecimal digits of all Python files in these folders, their names included."""
+    """Returns twelve hexadecimal digits of a hash of all Python files in these folders, their names
+    included."""
     digest = hashlib.sha256()
     for folder in folders:
         files = sorted(folder.rglob("*.py"))
@@ -55,7 +56,7 @@ def code_hash(folders: list[Path]) -> str:
 
 
 def release_of(build: str) -> tuple[int, ...] | None:
-    """The release in a build id, comparable; None when an operator chose another form."""
+    """Returns the release in a build id, comparable; None when an operator chose another form."""
     match = _RELEASE.match(build)
     return tuple(int(part) for part in match[1].split(".")) if match else None
 
@@ -96,7 +97,7 @@ class Promotion:
                 self.decided.set()
 
     async def _try(self) -> float:
-        """Seconds until the next try; 0: decided."""
+        """Tries to decide; returns the seconds until the next try, 0 if decided."""
         own = self._deployment.build
         seen = await self._deployment.describe()
         if (

@@ -202,7 +202,8 @@ def hosted_queues(
 def make_worker(
     temporal: Client, hosted: HostedQueue, deployment: Deployment, grace: float
 ) -> Worker:
-    """Workers with workflows are versioned; one with activities only takes tasks of every version.
+    """Makes a queue's worker. One with workflows is versioned; one with activities only takes tasks
+    of every version.
 
     `grace`: seconds that running activities get when it is shut down.
     """
@@ -287,7 +288,8 @@ def bulk_activities(
     *,
     maintenance_confirm: float | None = None,
 ) -> Activities:
-    """`maintenance_confirm`: as `MaintenanceActivities.confirm`."""
+    """Returns the activities of the bulk queue; `maintenance_confirm` is
+    `MaintenanceActivities.confirm`."""
     scanner = FleetScanner(
         parts.client,
         parts.database,

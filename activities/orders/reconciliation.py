@@ -35,12 +35,12 @@ from worker_runtime.protocol.requests import AccountReport, decode_report
 
 
 def filled_of(listed: BrokerOrder) -> int:
-    """Lots."""
+    """Returns the filled lots."""
     return sum(fill.quantity for fill in listed.fills)
 
 
 def may_be_listed_as(order: Order, listed: BrokerOrder) -> bool:
-    """Whether a listed order with our tag can be this one.
+    """Returns True if a listed order with our tag can be this one.
 
     The symbol may differ: an order for a rolling code (TXFR1) is listed under its contract, and
     some brokers write codes differently. A tag is used only once, so requiring the symbol would
@@ -51,7 +51,7 @@ def may_be_listed_as(order: Order, listed: BrokerOrder) -> bool:
 
 
 def listed_event(order: Order, listed: BrokerOrder, at_ms: int) -> OrderEvent:
-    """The event of a listed order. The same listing makes the same event; epoch 0 means no
+    """Returns the event of a listed order. The same listing makes the same event; epoch 0 means no
     worker."""
     filled = filled_of(listed)
     smaller = 0 < listed.quantity < order.quantity
@@ -127,8 +127,8 @@ async def reconcile_account(session: AsyncSession, event: AccountReported, *, bl
 async def _orders(
     session: AsyncSession, event: AccountReported, report: AccountReport, known: EarlierComparisons
 ) -> Differences:
-    """Differences of listed orders that the worker could not match: our final ones, and other
-    programs'."""
+    """Returns the differences of listed orders that the worker could not match: our final ones, and
+    other programs'."""
     user_id, account_id, taken_at = event.user_id, event.account_id, _taken_at(report)
     open_ones: list[str] = known.open.get("foreign_orders", [])
     ids = [listed.broker_order_id for listed in report.orders]
@@ -193,8 +193,8 @@ def _contradictions(
 async def _positions(
     session: AsyncSession, event: AccountReported, report: AccountReport, known: EarlierComparisons
 ) -> Differences:
-    """Positions that our fills do not explain; symbols in which something is under way stay as
-    before."""
+    """Returns the positions that our fills do not explain; symbols in which something is under way
+    stay as before."""
     moving = await reconciliations.unsettled_symbols(
         session, event.user_id, event.account_id, _taken_at(report)
     )
@@ -245,9 +245,9 @@ def _whose(event: AccountReported) -> dict[str, Any]:
 
 
 def _unexplained(expected: Mapping[str, int], report: AccountReport) -> Differences:
-    """What differs in lots, and in the shares beyond them. `expected`: shares by symbol. A product
-    of which it has a rolling code is compared as a whole: only the broker knows for which contract
-    that stands."""
+    """Returns what differs in lots, and in the shares beyond them. `expected`: shares by symbol. A
+    product of which it has a rolling code is compared as a whole: only the broker knows for which
+    contract that stands."""
     names = {product_of(symbol): symbol for symbol in expected if is_rolling(symbol)}
     ours, theirs = Counter[str](), Counter[str]()
     for symbol, shares in expected.items():
@@ -264,11 +264,11 @@ def _unexplained(expected: Mapping[str, int], report: AccountReport) -> Differen
 
 
 def _lots_of(shares: int) -> tuple[int, int]:
-    """Lots, and the shares beyond them, both with their sign."""
+    """Returns lots, and the shares beyond them, both with their sign."""
     lots, odd = divmod(abs(shares), SHARES_PER_LOT)
     return (lots, odd) if shares > 0 else (-lots, -odd)
 
 
 def _taken_at(report: AccountReport) -> datetime:
-    """The moment that the report shows; later changes may be missing."""
+    """Returns the moment that the report shows; later changes may be missing."""
     return datetime.fromtimestamp((report.taken_at_ms - report.behind_ms) / 1000, UTC)

@@ -50,8 +50,8 @@ class AccountQueryClient:
         self._running: SharedTasks[tuple[str, str], AccountReport] = SharedTasks()
 
     async def orders(self, user_id: str, account_id: str, timeout: float) -> AccountReport:
-        """The orders of an account as the broker lists them now. `timeout` begins when a worker is
-        active.
+        """Returns the orders of an account as the broker lists them now. `timeout` begins when a
+        worker is active.
 
         Raises a `BerthError` with the reason if the broker could not be asked.
         """
@@ -241,7 +241,8 @@ class OrderActivities:
 
 
 def _would_list(report: AccountReport, order: Order) -> bool:
-    """Whether the listing would show the order if the broker had it, up to the listing's lag."""
+    """Returns True if the listing would show the order if the broker had it, up to the listing's
+    lag."""
     if not report.absence_certain or report.reaches_ms is None:
         return False
     reaches_to = (_now_ms() - report.reaches_ms) / 1000

@@ -55,13 +55,13 @@ log = structlog.get_logger()
 
 
 def worker_id_of(prefix: str, token: str) -> str:
-    """`prefix` and 16 hexadecimal digits; two equal ones among a million tokens are unlikely
-    (3e-8)."""
+    """Returns `prefix` and 16 hexadecimal digits; two equal ones among a million tokens are
+    unlikely (3e-8)."""
     return prefix + blake2b(token.encode(), digest_size=8).hexdigest()
 
 
 def launched_for(claim_id: str) -> tuple[str, str]:
-    """The ids of the workers that may be launched for this claim: the first one, and its
+    """Returns the ids of the workers that may be launched for this claim: the first one, and its
     replacement."""
     return worker_id_of(COLD_PREFIX, claim_id), worker_id_of(
         COLD_PREFIX, f"claim-{claim_id}-before"
@@ -172,7 +172,7 @@ class LaunchActivities:
         return False
 
     async def _pool_snapshot(self, pool: str) -> PoolSnapshot:
-        """From the pool's workflow, else from the settings."""
+        """Returns the snapshot of the pool's workflow, else one of the settings."""
         async with beating():  # it may have to ask twice
             snapshot = await self.pools.snapshot(pool) if self.pools else None
         return snapshot or PoolSnapshot(limit=self.settings.pool_limit or None)
@@ -283,7 +283,7 @@ class LaunchActivities:
 
 
 def _never_ready(why: str) -> ApplicationError:
-    """Not retried, because the same token is the same dead worker."""
+    """Returns an error that is not retried, because the same token is the same dead worker."""
     return ApplicationError(
         why,
         NOTHING_RUNS,

@@ -43,7 +43,7 @@ class PoolSnapshot:
 
 class PoolSnapshotSource(Protocol):
     async def snapshot(self, pool: str) -> PoolSnapshot | None:
-        """None if no snapshot is known. Raises nothing."""
+        """Returns the snapshot of a pool, None if none is known. Raises nothing."""
         ...
 
 
@@ -64,7 +64,7 @@ class PoolSnapshots:
         return self._known.get(pool, (None, 0.0))[0]  # another caller may have read it meanwhile
 
     async def _ask(self, pool: str) -> bool:
-        """Whether the pool's workflow answered; then its snapshot is known."""
+        """Asks the pool's workflow and returns True if it answered; then its snapshot is known."""
         handle = self._temporal.get_workflow_handle(names.worker_pool_id(pool))
         try:
             async with asyncio.timeout(QUERY_TIMEOUT_S):

@@ -117,7 +117,7 @@ class DailyActivities:
             return "refused"
 
     async def _packed(self, user_id: str, day: date) -> bytes | None:
-        """The day's orders, packed for a job; None: they are too many."""
+        """Returns the day's orders, packed for a job; None if they are too many."""
         until = datetime.combine(day, time(), HOME_ZONE) + self._end
         rows = await self.database.write(
             order_list.orders_of_statement,
@@ -136,8 +136,8 @@ class DailyActivities:
     def _work(
         self, row: StatementAddress, day: date, packed: bytes | None
     ) -> Iterator[tuple[str, msgspec.Struct, str]]:
-        """Id, arguments and rate key of each job. Without `packed` it only says where the list
-        is."""
+        """Yields the id, the arguments and the rate key of each job. Without `packed` it only says
+        where the list is."""
         user, text = row.user_id, day.isoformat()
         too_large = {"user_id": user, "day": text, "code": catalog.TooManyOrders.code}
         if self._email and row.email is not None:
@@ -181,7 +181,7 @@ class DailyActivities:
         return ReportResult(day=day.isoformat(), mails=mails)
 
     async def _mail(self, report: reports.DailyReport) -> int:
-        """The number of mails that are on their queue now and were not before."""
+        """Enqueues the report's mails; returns the number that were not on their queue before."""
         day, mails = report.day.isoformat(), 0
         lines = [f"{name}: {value}" for name, value in reports.report_lines(report.figures)]
         for address in self.settings.report_to:
@@ -195,7 +195,7 @@ class DailyActivities:
 
 
 async def note_failed_statement(session: AsyncSession, job_id: str, failure: Failure) -> None:
-    """The user's entries in the audit trail tell of a statement that never arrived."""
+    """Notes in the user's audit trail that a statement never arrived."""
     _, day, user_id = job_id.split(".", 2)
     about = {"id": job_id, "day": day, "code": failure.code, "detail": failure.detail}
     await audit.append_entry_once(session, "jobs", "statement.failed", f"user:{user_id}", **about)
@@ -208,7 +208,7 @@ _TOO_MANY = (
 
 
 def _host(url: str) -> str:
-    """The receiver of a webhook, which has a rate of its own."""
+    """Returns the receiver of a webhook, which has a rate of its own."""
     try:
         return (urlsplit(url).hostname or "-")[:128]
     except ValueError:
@@ -223,7 +223,7 @@ def parse_day(text: str) -> date:
 
 
 def _asked_day(text: str, last: date) -> date | None:
-    """The day that was asked for, if any; it must be over: `last` is the last such one."""
+    """Returns the day that was asked for, if any; it must be over: `last` is the last such one."""
     day = parse_day(text) if text else None
     if day is not None and day > last:
         raise ApplicationError(f"{day} is not over", type="DAY_NOT_OVER", non_retryable=True)
@@ -231,5 +231,5 @@ def _asked_day(text: str, last: date) -> date | None:
 
 
 def last_ended(now: datetime, end: timedelta) -> date:
-    """The last day in the home zone whose orders have ended: `end` after its midnight."""
+    """Returns the last day in the home zone whose orders have ended: `end` after its midnight."""
     return (now.astimezone(HOME_ZONE) - end).date()

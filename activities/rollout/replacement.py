@@ -104,7 +104,7 @@ class RolloutActivities:
         )
 
     async def _canary_counts(self, request: CheckRelease) -> tuple[int, int]:
-        """Users served, and failed in a row, by workers of the canary."""
+        """Returns the users served, and failed in a row, by workers of the canary."""
         if request.canary is None or request.before is None:
             return 0, 0
         version = self._version(request.canary.version)
@@ -119,7 +119,8 @@ class RolloutActivities:
         return version or self.settings.worker_version
 
     async def _free_versions(self, pool: str) -> dict[str, str]:
-        """Version of each free worker that runs, as it was launched: an entry may say anything."""
+        """Returns the version of each free worker that runs, as it was launched: an entry may say
+        anything."""
         tasks = [task for task in await self.launcher.list() if task.pool == pool]
         async with self.client.pipeline(transaction=False) as pipe:
             for task in tasks:
@@ -132,7 +133,7 @@ class RolloutActivities:
         return {worker_id: launch.version for worker_id, launch in free.items()}
 
     async def _others(self, pool: str, version: str) -> list[Task]:
-        """Running workers of other versions, the oldest first."""
+        """Returns the running workers of other versions, the oldest first."""
         tasks = [
             task
             for task in await self.launcher.list()
@@ -212,7 +213,7 @@ class RolloutActivities:
     async def _ask(
         self, worker: worker_sessions.WorkerInUse, move: _MoveRequest, deadline: float
     ) -> bool:
-        """Whether there is a run to ask; else it has ended, and its worker ends."""
+        """Returns True if there is a run to ask; else it has ended, and its worker ends."""
         message = MoveWhenQuiet(
             worker_id=worker.worker_id,
             version=move.version,
@@ -223,7 +224,7 @@ class RolloutActivities:
         return await signal_workflow(self.temporal, workflow_id, "move_when_quiet", message)
 
     def _trades_now(self, markets: Iterable[str]) -> bool:
-        """Whether one of these markets is open; an unknown one may be."""
+        """Returns True if one of these markets is open; an unknown one may be."""
         now = datetime.now(UTC)
         known = {market.value: market for market in Market}
         return any(
@@ -232,7 +233,7 @@ class RolloutActivities:
 
     @activity.defn
     async def tell_rollout(self, request: TellRollout) -> None:
-        """The same event of the same rollout is written once."""
+        """Writes an event of a rollout to the audit trail, the same event once."""
         actor, subject = request.actor or "orchestrator", f"pool:{request.pool}"
         said = {"version": request.release.version, "reason": request.reason}
         about = {"id": f"{request.rollout}:{request.event}", "event": request.event} | said

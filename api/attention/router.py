@@ -53,7 +53,7 @@ async def list_attention(
         ),
     ] = False,
 ) -> AttentionPage:
-    """Orders of all users whose outcome nobody but a person can find out, with the whole story.
+    """Lists orders of all users whose outcome only an operator can find out, with the whole story.
 
     An order leaves the list when it is final: by `resolve`, by a recheck, or when the broker tells
     of it after all. Operators only.
@@ -115,7 +115,8 @@ def _attention_view(row: models.Order) -> AttentionOrderView:
 async def list_reconciliations(
     user_id: KnownUserId, call: Call, limit: Most = 100
 ) -> ReconciliationList:
-    """What comparisons of our books with the broker's found after logins; the open ones first.
+    """Lists what comparisons of our books with the broker's found after logins; the open ones
+    first.
 
     A comparison closes what it shows to be in order again. An order that is not ours stays until an
     operator closes it, and what is under way in a symbol leaves its positions as they were.
@@ -134,7 +135,7 @@ async def list_open_reconciliations(
     ] = 0,
     limit: Most = 100,
 ) -> ReconciliationList:
-    """The open ones of all users, the oldest first. Operators only."""
+    """Lists the open reconciliations of all users, the oldest first. Operators only."""
     rows = await call.database.fetch(reconciliations.open_reconciliations, after=after, limit=limit)
     return ReconciliationList(
         reconciliations=[ReconciliationView.model_validate(row) for row in rows]
@@ -168,8 +169,8 @@ async def list_person_matches(
     ] = 0,
     limit: Most = 100,
 ) -> PersonMatchList:
-    """Pairs of users whose logins name the same person at one broker, which counts both together.
-    Berth counts each user apart until an operator decides. Operators only."""
+    """Lists pairs of users whose logins name the same person at one broker, which counts both
+    together. Berth counts each user apart until an operator decides. Operators only."""
     rows = await call.database.fetch(
         budgets.list_matches, resolved=resolved, after=after, limit=limit
     )
@@ -184,9 +185,9 @@ async def list_certificates(
     ] = 30,
     limit: Most = 100,
 ) -> CertificateList:
-    """Certificates of live accounts that have expired or expire soon, soonest first.
-    Their users are warned 30, 7 and 1 days ahead, and orders are refused once one has
-    expired. Operators only."""
+    """Lists certificates of live accounts that have expired or expire soon, soonest first. Their
+    users are warned 30, 7 and 1 days ahead, and orders are refused once one has expired. Operators
+    only."""
     rows = await call.database.fetch(
         certificates.list_certificates, within_days=within_days, limit=limit
     )

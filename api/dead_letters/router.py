@@ -34,9 +34,8 @@ async def list_dead_letters(
     cursor: PageCursor = None,
     limit: PageLimit = 100,
 ) -> DeadLetterPage:
-    """Workflow runs, jobs, alerts and messages that failed for good, and orders that wait for a
-    person; the one that came last first. They stop nobody, but something was lost. For
-    operators."""
+    """Lists workflow runs, jobs, alerts and messages that failed for good, and orders that wait for
+    an operator; the newest first. They stop nobody, but something was lost. For operators."""
     behind = position_of(cursor) if cursor else None
     rows = await call.database.fetch(
         dead_letters.list_letters, kind=kind, user_id=user_id, after=behind, limit=limit + 1
@@ -51,7 +50,7 @@ async def list_dead_letters(
     responses=problems.responses(DeadLetterNotFound),
 )
 async def get_dead_letter(letter_id: UUID, call: Call) -> DeadLetterView:
-    """One of them, open or closed. For operators."""
+    """Returns a dead letter, open or closed. For operators."""
     return DeadLetterView.model_validate(
         await call.database.fetch(dead_letters.get_letter, letter_id)
     )
@@ -72,9 +71,10 @@ async def get_dead_letter(letter_id: UUID, call: Call) -> DeadLetterView:
 async def close_dead_letter(
     letter_id: UUID, act: Literal["redrive", "dismiss"], body: ReasonBody, call: Call
 ) -> DeadLetterView:
-    """`redrive`: does it once more (rechecks an order, requeues a job or an alert, starts a
-    workflow with the same input, hands a message to its readers); the letter is back if that fails.
-    `dismiss`: nothing more is done about it, and a failed job leaves its queue. For operators."""
+    """Closes a dead letter. `redrive` tries again (rechecks an order, requeues a job or an alert,
+    starts a workflow with the same input, hands a message to its readers); the letter is back if
+    that fails. `dismiss` does nothing more about it, and a failed job leaves its queue. For
+    operators."""
     letter = await call.database.fetch(dead_letters.get_letter, letter_id)
     if letter.closed_at is not None:
         raise LetterRefused("somebody has redriven or dismissed it")

@@ -291,7 +291,7 @@ class OperatorAlerts:
     write_metrics: Callable[[MetricsPage], Awaitable[None]]
 
     async def run(self, period: float = CHECK_INTERVAL_S) -> None:
-        """A background loop."""
+        """Alerts operators in a background loop."""
         refused = False
         while True:
             try:

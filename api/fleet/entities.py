@@ -35,7 +35,7 @@ class EntityProbe:
     settings: Settings
 
     async def list_entities(self) -> dict[str, ServerView]:
-        """The pool's workflow, each schedule, and what was found of all others. Raises
+        """Lists the pool's workflow, each schedule, and what was found of all others. Raises
         `TemporalUnavailable`, `DatabaseUnavailable`."""
         findings = await self.database.fetch(present_findings)
         known = {finding.entity: finding for finding in findings}
@@ -79,7 +79,7 @@ def _up(finding: EntityFinding | None, reason: str) -> ServerView:
 
 
 def _counted(findings: Sequence[EntityFinding]) -> dict[str, ServerView]:
-    """One row for each kind and state of what there are many of."""
+    """Returns one row for each kind and state of what there are many of."""
     rows: dict[str, ServerView] = {}
     for kind, name in _COUNTED.items():
         counts = Counter(finding.state for finding in findings if finding.kind == kind)

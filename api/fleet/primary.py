@@ -33,7 +33,7 @@ from infra.settings import Settings
 #: PostgreSQL tries again.
 FILE_STANDBY, LOCK_STANDBY, RETRY = 0.1, 0.2, 1.0
 #: Seconds between two signs of life on the lock's connection, well within `MAX_SILENCE_S`.
-SIGN_OF_LIFE = 5.0
+SIGN_OF_LIFE_INTERVAL_S = 5.0
 #: Seconds between two rounds of tasks that failed.
 ROUND = 60.0
 
@@ -41,7 +41,7 @@ log = structlog.get_logger()
 
 
 def startup_tasks(settings: Settings, calendar: Calendar) -> tuple[StartupTask, ...]:
-    """All one-time tasks, in their order."""
+    """Returns all one-time tasks, in their order."""
     end = timedelta(seconds=settings.trading_day_end)
     today = (datetime.now(HOME_ZONE) - end).date() + timedelta(days=1)
     backfill = partial(reports.backfill_reports, calendar=calendar, end=end, before=today)
@@ -94,7 +94,7 @@ class Primary:
             await asyncio.sleep(RETRY)
 
     async def _serve(self, connection: AsyncConnection) -> None:
-        """As the primary, with the connection that holds the lock. Ends only by an error."""
+        """Serves as the primary, with the connection that holds the lock. Ends only by an error."""
         name = startup.holder_name(socket.gethostname(), os.getpid(), time.time())
         await startup.prepare_holder(connection, name)
         # Transactions begin here.
@@ -105,12 +105,13 @@ class Primary:
                 await self._finish(connection, task)
             end = time.monotonic() + self.period
             while time.monotonic() < end:
-                await asyncio.sleep(min(SIGN_OF_LIFE, self.period))
+                await asyncio.sleep(min(SIGN_OF_LIFE_INTERVAL_S, self.period))
                 async with connection.begin():
                     await send_sign_of_life(connection)
 
     async def _finish(self, connection: AsyncConnection, task: StartupTask) -> None:
-        """All steps that are left of a task. One that fails is tried again in the next round."""
+        """Takes all steps that are left of a task. One that fails is tried again in the next
+        round."""
         try:
             has_more = True
             while has_more:

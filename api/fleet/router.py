@@ -26,8 +26,8 @@ router = APIRouter(tags=["workers"])
 
 @router.get("/fleet", summary="Show the fleet and its last maintenance")
 async def show_fleet(call: Call) -> schemas.FleetView:
-    """How many workers are in which state; when maintenance last scanned them all, what it found
-    and did. For operators."""
+    """Shows how many workers are in which state; when maintenance last scanned them all, what it
+    found and did. For operators."""
     states: dict[str, int] | None = None
     with suppress(errors.TemporalUnavailable):
         states = {
@@ -41,7 +41,7 @@ async def show_fleet(call: Call) -> schemas.FleetView:
 
 @router.get("/fleet/primary", summary="Show the primary among the API processes")
 async def show_primary(call: Call) -> schemas.PrimaryView:
-    """Which process runs one-time tasks, and the tasks so far. For operators."""
+    """Shows which process runs one-time tasks, and the tasks so far. For operators."""
     async with call.database.session(autocommit=True) as session:
         holder, tasks = (
             await startup.read_holder(session),
@@ -52,11 +52,11 @@ async def show_primary(call: Call) -> schemas.PrimaryView:
 
 @router.get("/fleet/servers", summary="Show the health of every server")
 async def list_servers(call: Call) -> schemas.ServerList:
-    """PostgreSQL, Valkey, Temporal and the paper exchange, as this process reaches them;
-    orchestrators, by their last poll (one that died is `up` for 90 s at most); the
-    launcher, as the last pass of maintenance met it. And the pool's workflow, the
-    schedules, and workflows that somebody ended or paused in Temporal: what is ended is
-    rebuilt within a minute. For operators."""
+    """Lists PostgreSQL, Valkey, Temporal and the paper exchange, as this process reaches them;
+    orchestrators, by their last poll (one that died is `up` for 90 s at most); the launcher, as the
+    last pass of maintenance met it. Also lists the pool's workflow, the schedules, and workflows
+    that somebody ended or paused in Temporal: what is ended is rebuilt within a minute. For
+    operators."""
     return schemas.ServerList(servers=await call.services.readiness.list_servers())
 
 
@@ -69,7 +69,8 @@ async def list_passes(
     ] = False,
     limit: Rows = 100,
 ) -> schemas.MaintenancePassList:
-    """What the passes of the last two weeks found and did, the newest first. For operators."""
+    """Lists what the passes of the last two weeks found and did, the newest first. For
+    operators."""
     rows = await call.database.fetch(passes.list_passes, odd=odd, limit=limit)
     return schemas.MaintenancePassList(
         passes=[schemas.MaintenancePassView.model_validate(row) for row in rows]
@@ -99,8 +100,8 @@ async def run_maintenance(
     body: schemas.MaintenanceRequest | None = None,
     wait: PassWait = 60.0,
 ) -> schemas.MaintenanceRunView:
-    """One pass, or the one under way, guards and all:
-    what an earlier scan has found, too, is cleaned up.
+    """Runs one pass, or waits for the one under way, with all guards: it also cleans up what an
+    earlier scan has found.
 
     With `override_guard` it acts though so much looks odd at once that it may be an outage.
     """
@@ -123,8 +124,8 @@ Days = Annotated[int, Query(ge=1, le=90, description="Days until now.")]
     "/reports/daily", summary="Show a daily report", responses=problems.responses(ReportNotFound)
 )
 async def show_report(call: Call, day: ReportDay = None) -> schemas.ReportView:
-    """Users, orders by outcome, lots, latencies,
-    claims and failures of a trading day. For operators."""
+    """Shows users, orders by outcome, lots, latencies, claims and failures of a trading day. For
+    operators."""
     return schemas.ReportView.model_validate(await call.database.fetch(reports.get_report, day))
 
 
@@ -134,8 +135,8 @@ async def show_report(call: Call, day: ReportDay = None) -> schemas.ReportView:
     responses=problems.responses(UserNotFound, FiguresTooSlow),
 )
 async def show_statistics(user_id: KnownUserId, call: Call, days: Days = 30) -> schemas.ReportView:
-    """The figures of the daily report for one user and the last days.
-    A process answers one at a time."""
+    """Shows the figures of the daily report for one user and the last days. A process answers one
+    at a time."""
     until = datetime.now(UTC)
     since = until - timedelta(days=days)
     with outages_named():
@@ -162,7 +163,8 @@ async def list_workers(
     limit: Rows = 100,
     cursor: Cursor = None,
 ) -> schemas.FleetPage:
-    """Users whose workflow runs, the one started last first. For operators and administrators.
+    """Lists users whose workflow runs, the one started last first. For operators and
+    administrators.
 
     It comes from Temporal's index, which is a moment behind:
     `GET /v1/users/{user_id}/worker` is exact.
@@ -185,10 +187,10 @@ metrics_router = APIRouter(tags=["fleet"])
     },
 )
 async def get_metrics(call: Call) -> Response:
-    """What PostgreSQL, Valkey and Temporal tell of workers, orders and jobs, and what this API's
-    processes have counted: requests, orders, waits. For operators' keys. What a server that is down
-    would tell is left out, and a key that this process knows needs no PostgreSQL. A process that
-    does not answer within a second is counted as it was last heard, and missing in
+    """Returns what PostgreSQL, Valkey and Temporal know of workers, orders and jobs, and what this
+    API's processes have counted: requests, orders, waits. For operators' keys. What a server that
+    is down would tell is left out, and a key that this process knows needs no PostgreSQL. A process
+    that does not answer within a second is counted as it was last heard, and missing in
     `berth_api_processes_answered`.
     """
     page = metrics.MetricsPage()
@@ -221,7 +223,7 @@ async def healthz() -> schemas.AliveView:
     },
 )
 async def readyz(services: InServices, response: Response) -> schemas.ReadinessView:
-    """The state of PostgreSQL, Valkey and Temporal; 503 when one of them is down.
+    """Returns the state of PostgreSQL, Valkey and Temporal; 503 when one of them is down.
 
     A Valkey that answers, but refuses to write, is down, too.
 

@@ -55,7 +55,8 @@ _PREFIX = re.compile(ID_PATTERN)
 
 
 def fleet_query(state: WorkerState | None, user_prefix: str | None) -> str:
-    """The visibility query. Only a member of the enum and checked text stand between its quotes.
+    """Builds the visibility query. Only a member of the enum and checked text stand between its
+    quotes.
 
     Raises `InvalidRequest` for a prefix with which no user id begins.
     """
@@ -78,7 +79,7 @@ class FleetList:
     async def page(
         self, *, state: WorkerState | None, user_prefix: str | None, limit: int, cursor: str | None
     ) -> FleetPage:
-        """At most `limit` rows behind `cursor`, the one started last first.
+        """Returns at most `limit` rows behind `cursor`, the one started last first.
 
         Raises `InvalidRequest` for a cursor that is none, `TemporalUnavailable`.
         """
@@ -96,7 +97,7 @@ class FleetList:
         )
 
     async def list_schedules(self) -> list[ScheduleListDescription]:
-        """What begins by the clock. Raises `TemporalUnavailable`."""
+        """Lists what begins by the clock. Raises `TemporalUnavailable`."""
         with temporal_errors(server_only=True):
             return [
                 schedule
@@ -104,7 +105,7 @@ class FleetList:
             ]
 
     async def count_by_state(self) -> dict[WorkerState, int]:
-        """The number of workers in each state. Raises `TemporalUnavailable`."""
+        """Counts the workers in each state. Raises `TemporalUnavailable`."""
         with temporal_errors(server_only=True):
             counts = [
                 self.client.count_workflows(fleet_query(state, None), rpc_timeout=RPC_TIMEOUT)
@@ -159,7 +160,8 @@ class MaintenanceTrigger:
     client: Client
 
     async def run_pass(self, wait: float, *, override_guard: bool = False) -> Maintained | None:
-        """What one pass saw and did; None: it is not done after `wait` seconds, and continues.
+        """Runs one pass and returns what it saw and did; None if it is not done after `wait`
+        seconds, and continues.
 
         A pass that is under way is waited for instead: none overtakes another. With
         `override_guard` a pass of its own is run, which acts though much looks odd at once. Raises
@@ -201,8 +203,8 @@ class MaintenanceTrigger:
         return done
 
     async def _start_pass(self, schedule: ScheduleHandle) -> ScheduleActionExecution:
-        """The pass that is under way, or the next one to begin: by our trigger, or by the clock
-        just then."""
+        """Returns the pass that is under way, or the next one to begin: by our trigger, or by the
+        clock just then."""
         before = (await schedule.describe(rpc_timeout=RPC_TIMEOUT)).info
         if before.running_actions:
             return before.running_actions[0]
@@ -242,9 +244,9 @@ class ReadinessProbe:
         return View(ready=all(view.state == "up" for view in views), dependencies=dependencies)
 
     async def list_servers(self) -> dict[str, ServerView]:
-        """Those of `check`, and others, as those know them that use them. Leaves out what a server
-        that is down would tell. Raises `TemporalUnavailable`, `DatabaseUnavailable` if one goes
-        down meanwhile."""
+        """Lists the servers of `check`, and others as their users know them. Leaves out what a
+        server that is down would tell. Raises `TemporalUnavailable`, `DatabaseUnavailable` if one
+        goes down meanwhile."""
         servers = dict((await self.check()).dependencies)
         if servers["temporal"].state == "up":
             servers |= await self._orchestrators()
@@ -263,7 +265,7 @@ class ReadinessProbe:
         return servers
 
     async def _orchestrators(self) -> dict[str, ServerView]:
-        """Each that Temporal lists, and each task queue that none serves."""
+        """Lists each orchestrator that Temporal lists, and each task queue that none serves."""
         kind, since = TaskQueueType.TASK_QUEUE_TYPE_ACTIVITY, time.time() - MAX_POLL_AGE_S
         with temporal_errors(server_only=True):
             lists = await asyncio.gather(
@@ -294,7 +296,7 @@ class ReadinessProbe:
 
 
 def _launcher(last: passes.MaintenancePass | None) -> ServerView:
-    """As the last pass of maintenance met it."""
+    """Returns the launcher's state as the last pass of maintenance met it."""
     if last is None or datetime.now(UTC) - last.began_at > STALE:
         return ServerView(state="unknown", reason="there was no pass of maintenance of late")
     if last.server:

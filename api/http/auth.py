@@ -165,7 +165,7 @@ class Authenticator:
         self._forgotten = 0
 
     def forget(self, key_id: str) -> None:
-        """The key is looked up again, with its next request."""
+        """Forgets a key, so that it is looked up again with its next request."""
         self._forgotten += 1
         for digest in [
             digest for digest, (_, principal) in self._known.items() if principal.key_id == key_id
@@ -177,8 +177,8 @@ class Authenticator:
         self._known.clear()
 
     def found_before(self, key: str) -> Principal | None:
-        """The principal of a key that was found when it was last looked up, perhaps some time
-        ago."""
+        """Returns the principal of a key that was found when it was last looked up, perhaps some
+        time ago."""
         known = self._known.get(_digest(key))
         return known[1] if known is not None else None
 
@@ -259,23 +259,23 @@ def token_of_request(request: Request) -> str:
 
 
 def csrf_token(session: str) -> str:
-    """The CSRF token of a session, by its key."""
+    """Derives the CSRF token of a session from its key."""
     return blake2b(session.encode(), digest_size=16, person=b"berth csrf").hexdigest()
 
 
 def source_of(request: Request) -> str:
-    """The address of the client, behind the proxies that are trusted (`TrustedProxies`); '' if
-    unknown."""
+    """Returns the address of the client, behind the proxies that are trusted (`TrustedProxies`); ''
+    if unknown."""
     return request.client.host if request.client else ""
 
 
 def route_of(request: Request) -> str:
-    """The route of a request, as `RIGHTS` names it."""
+    """Returns the route of a request, as `RIGHTS` names it."""
     return f"{request.method} {request.scope['route'].path}"
 
 
 async def identify(request: Request, key: Annotated[str | None, Security(scheme)]) -> Principal:
-    """The caller, by API key or session; raises `Unauthenticated`, `UserDisabled`,
+    """Returns the caller, by API key or session; raises `Unauthenticated`, `UserDisabled`,
     `KeySourceRefused`, or `Forbidden` without a CSRF token."""
     session = "" if key is not None else token_of_request(request)
     authenticator: Authenticator = request.app.state.services.authenticator
@@ -299,7 +299,7 @@ async def identify(request: Request, key: Annotated[str | None, Security(scheme)
 
 
 async def authenticate(request: Request, key: Annotated[str | None, Security(scheme)]) -> Principal:
-    """The authenticated caller; raises as `identify` and as `Principal.require_right`."""
+    """Returns the authenticated caller; raises as `identify` and as `Principal.require_right`."""
     principal = await identify(request, key)
     principal.require_right(route_of(request))
     return principal

@@ -80,6 +80,6 @@ EMPTY_IS_NONE = BeforeValidator(lambda value: value or None)
 
 
 def view_response(view: View, status: int = 200, location: str | None = None) -> Response:
-    """A view as bytes: FastAPI would validate and convert what has just been built."""
+    """Returns a view as bytes: FastAPI would validate and convert what has just been built."""
     headers = {"Location": location} if location else None
     return Response(view.model_dump_json(), status, headers, "application/json")

@@ -78,7 +78,7 @@ class RequestLimit:
         return 0.0
 
     def headers(self, now: float) -> list[tuple[bytes, bytes]]:
-        """RateLimit headers (draft-ietf-httpapi-ratelimit-headers-10)."""
+        """Returns the RateLimit headers (draft-ietf-httpapi-ratelimit-headers-10)."""
         ahead = max(0.0, self.paid - now)
         remaining = max(0, int((self.window - ahead) / self.every))
         quota, name = self.window / self.every, self.kind.encode()

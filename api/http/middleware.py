@@ -193,8 +193,8 @@ class RequestMiddleware:
 
 
 def _without_body(send: Send) -> Send:
-    """`send` that ends an answer behind its head;
-    raises `_HeadAnswered` when a stream would begin."""
+    """Returns a `send` that ends an answer behind its head; raises `_HeadAnswered` when a stream
+    would begin."""
 
     async def send_head(message: Message) -> None:
         if message["type"] == "http.response.body":
@@ -217,13 +217,14 @@ def _caller(scope: MutableMapping[str, Any]) -> dict[str, str]:
 
 
 def _accepted_id(given: bytes) -> str:
-    """The caller's request id if it is fit for a log line, else ''."""
+    """Returns the caller's request id if it is fit for a log line, else ''."""
     text = given.decode("latin-1")
     return text if _REQUEST_ID.fullmatch(text) else ""
 
 
 async def _limited(headers: dict[bytes, bytes], receive: Receive, max_bytes: int) -> Receive | None:
-    """`receive` for a body within the limit, when all of it is here; None for a larger one."""
+    """Returns a `receive` for a body within the limit, when all of it is here; None for a larger
+    one."""
     length = headers.get(b"content-length")
     # The HTTP parser holds the client to the length it names.
     if length is not None and not (length.isdigit() and int(length) <= max_bytes):
@@ -249,7 +250,7 @@ async def _limited(headers: dict[bytes, bytes], receive: Receive, max_bytes: int
 
 
 def replay_messages(messages: list[Message], receive: Receive) -> Receive:
-    """`receive` that first gives these messages again."""
+    """Returns a `receive` that first gives these messages again."""
     remaining = iter(messages)
 
     async def replay() -> Message:

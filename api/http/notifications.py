@@ -58,8 +58,8 @@ class NotificationListener:
     def handle(
         self, channel: str, notice: Callable[[str], None], missed: Callable[[], None]
     ) -> None:
-        """Calls `notice` with the payload of each notice,
-        and `missed` at each (re)connect. Before `run`."""
+        """Calls `notice` with the payload of each notice, and `missed` at each (re)connect. Before
+        `run`."""
         self._handlers[channel] = (notice, missed)
 
     @contextmanager
@@ -107,7 +107,7 @@ class NotificationListener:
             pause = min(pause * 2, RECONNECT_MOST)
 
     async def _listen(self) -> None:
-        """Never returns: raises when the connection is gone."""
+        """Listens and never returns; raises when the connection is gone."""
         connection = await asyncpg.connect(
             **self._arguments,
             timeout=TIMEOUT,

@@ -65,7 +65,8 @@ class ProblemError(Exception):
 
 
 def status_of(error: type[BerthError] | BerthError) -> int:
-    """The HTTP status of an error; 503 for anything retryable that has none of its own, else
+    """Returns the HTTP status of an error; 503 for anything retryable that has none of its own,
+    else
     500."""
     kind = error if isinstance(error, type) else type(error)
     return kind.status or (503 if kind.retryable else 500)
@@ -74,7 +75,7 @@ def status_of(error: type[BerthError] | BerthError) -> int:
 def body_of(
     error: BerthError, *, instance: str = "", request_id: str = "", **members: Any
 ) -> dict[str, Any]:
-    """The members of one problem."""
+    """Returns the members of one problem."""
     problem: dict[str, Any] = {
         "type": f"urn:berth:problem:{error.code.lower().replace('_', '-')}",
         "title": error.title(),
@@ -127,7 +128,8 @@ _SECRETS = ("secret", "key", "password", "token", "certificate", "passphrase")
 
 
 def invalid_request(failures: Sequence[Mapping[str, Any]], *within: str) -> errors.InvalidRequest:
-    """The error that pydantic's mean, with their sentences; `within`: where the model stands.
+    """Returns the error for pydantic's failures, with their sentences; `within` is the model's
+    place.
 
     No value of a secret field is told: of these,
     only what pydantic itself says, which names no value.
@@ -156,7 +158,8 @@ def _told(failure: Mapping[str, Any]) -> str:
 
 
 def _sentence(loc: Sequence[str], message: str) -> str:
-    """`quantity: it is not whole`; of a body's field the name alone."""
+    """Makes a sentence such as `quantity: it is not whole`; of a body's field it has the name
+    alone."""
     where = ".".join(part for part in loc if part != "body" and not part.isdigit())
     text = _OWN_ERROR.sub("", message)
     return f"{where}: {text[:1].lower()}{text[1:]}" if where else text
@@ -173,7 +176,8 @@ def refusing_invalid(*within: str) -> Iterator[None]:
 
 
 def _of_http(failure: HTTPException) -> BerthError:
-    """What Starlette and FastAPI refuse by themselves; all that we refuse is a `BerthError`."""
+    """Returns the error for what Starlette and FastAPI refuse; all that we refuse is a
+    `BerthError`."""
     match failure.status_code:
         case 404:
             return errors.NotFound()
@@ -197,7 +201,7 @@ def _allowed_methods(scope: Scope) -> list[str]:
 
 
 def problem_response(scope: Scope, error: Exception) -> Response:
-    """The problem that one of `_KINDS` becomes; raises any other error again."""
+    """Returns the problem that one of `_KINDS` becomes; raises any other error again."""
     match error:
         case ProblemError():
             return _answer(scope, error.error, **error.members)
@@ -232,8 +236,8 @@ def install(app: FastAPI) -> None:
 
 
 def responses(*kinds: type[BerthError]) -> dict[int | str, dict[str, Any]]:
-    """The OpenAPI `responses` of an operation that may
-    fail with these errors, with an example of each.
+    """Returns the OpenAPI `responses` of an operation that may fail with these errors, with an
+    example of each.
 
     Besides those, what many operations share is added to the document (`add_common`).
     """
@@ -274,14 +278,14 @@ def add_common(operation: dict[str, Any], method: str, path: str) -> None:
 
 
 def answer(model: Any, description: str, headers: dict[str, Any] | None = None) -> dict[str, Any]:
-    """One of the OpenAPI `responses` that is no problem: a body of this type."""
+    """Returns one of the OpenAPI `responses` that is no problem: a body of this type."""
     return {"model": model, "description": description} | ({"headers": headers} if headers else {})
 
 
 def content(
     description: str, media_type: str, example: str | None = None
 ) -> dict[int | str, dict[str, Any]]:
-    """The OpenAPI `responses` of an operation that answers with text of this type."""
+    """Returns the OpenAPI `responses` of an operation that answers with text of this type."""
     shown: dict[str, Any] = {"schema": {"type": "string"}}
     if example is not None:
         shown["example"] = example

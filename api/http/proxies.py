@@ -96,8 +96,8 @@ def parse_source(text: str) -> str:
 
 
 def _read_x_forwarded(scope: Scope, peer: str) -> Iterator[_Hop]:
-    """The nearest hop first. Most proxies set scheme and host once,
-    and some append them, as the address."""
+    """Yields the hops, the nearest first. Most proxies set scheme and host once, and some append
+    them, as the address."""
     schemes = list(islice(_elements(scope, b"x-forwarded-proto"), _MAX_HOPS)) or [""]
     hosts = list(islice(_elements(scope, b"x-forwarded-host"), _MAX_HOPS)) or [""]
     named = False
@@ -110,7 +110,7 @@ def _read_x_forwarded(scope: Scope, peer: str) -> Iterator[_Hop]:
 
 
 def _read_forwarded(scope: Scope, peer: str) -> Iterator[_Hop]:
-    """The nearest hop first."""
+    """Yields the hops, the nearest first."""
     for element in _elements(scope, b"forwarded"):
         pairs = _pairs_of(element)
         source = parse_source(pairs.get("for", UNKNOWN_SOURCE))

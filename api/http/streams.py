@@ -78,7 +78,8 @@ LastEventId = Annotated[
 
 
 async def stream_begin(after: After = None, last_event_id: LastEventId = None) -> int | None:
-    """The id behind which a stream begins; None: from now on, the present first."""
+    """Returns the id behind which a stream begins; None if it begins now, with the present
+    first."""
     return after if last_event_id is None else last_event_id
 
 
@@ -119,11 +120,11 @@ class EventFeed(Protocol):
     key: str
 
     async def current_event(self) -> ServerEvent:
-        """How things are now: the first event of a stream that begins now."""
+        """Returns how things are now: the first event of a stream that begins now."""
         ...
 
     async def events_after(self, last: int) -> Sequence[ServerEvent]:
-        """The next events behind this id, at most a page; empty when there are none yet."""
+        """Returns the next events behind this id, at most a page; empty when there are none yet."""
         ...
 
 
@@ -157,7 +158,7 @@ class EventStreams:
         self.notifications.wake_all()
 
     def holders(self) -> set[str]:
-        """The ids of the API keys that have streams."""
+        """Returns the ids of the API keys that have streams."""
         return {holder for holder, _ in self._open}
 
     def end_of(self, holder: str) -> int:
@@ -174,8 +175,8 @@ class EventStreams:
     async def open_stream(
         self, feed: EventFeed, holder: str, after: int | None, life: float = LIFE
     ) -> StreamingResponse:
-        """The answer that streams `feed` behind the id `after`;
-        None: from now on, the present first.
+        """Returns the answer that streams `feed` behind the id `after`; None: from now on, the
+        present first.
 
         `holder` is the caller's API key id, which ends in `life` seconds. Raises `TooManyStreams`,
         `Unauthenticated`, and what the first read raises, so that a database that is down is a
@@ -214,7 +215,7 @@ class EventStreams:
 
     @contextmanager
     def _news(self, feed: EventFeed, holder: str) -> Iterator[asyncio.Event]:
-        """An event that a notice sets, and the end of the key's streams."""
+        """Yields an event that a notice sets, and the end of the key's streams."""
         with self.notifications.expect(feed.channel, feed.key) as news:
             waiting = self._waiting.setdefault(holder, set())
             waiting.add(news)

@@ -248,7 +248,7 @@ def _call_options(options: schemas.OwnJobOptions) -> JobOptions:
 
 
 def _type_of(state: JobState | None, row: KeptJob | None) -> tuple[str, int]:
-    """The name and version of a job's type, as far as they are known."""
+    """Returns the name and version of a job's type, as far as they are known."""
     if row is not None and row.type:
         return row.type, row.type_version or 0
     name, _, version = (state.name or "" if state else "").partition("@")
@@ -267,7 +267,7 @@ def type_views(
     *,
     with_schema: bool = False,
 ) -> list[schemas.JobTypeView]:
-    """All types with their versions, also those that jobs wait for and no runner has ever
+    """Returns all types with their versions, also those that jobs wait for and no runner has ever
     announced.
 
     `waiting`: jobs that wait, by the type as the queue knows it; None: Valkey is away.

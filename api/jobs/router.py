@@ -91,8 +91,8 @@ async def put_user_job(user_id: KnownUserId, body: UserJobRequest, call: Call) -
 async def get_user_job(
     user_id: KnownUserId, job_id: JobIdInPath, call: Call, seconds: Seconds = 0.0
 ) -> JobStateView:
-    """Its state and its result. With `wait`, as soon as it has ended. Results are kept for 500
-    s."""
+    """Returns a job's state and result. With `wait`, answers as soon as the job has ended. Results
+    are kept for 500 s."""
     return await call.services.jobs.get_job(job_id, user_id, seconds)
 
 
@@ -111,7 +111,7 @@ async def get_user_job(
 async def get_user_file(
     user_id: KnownUserId, job_id: JobIdInPath, call: Call, bom: Annotated[Bom, Query()] = False
 ) -> Response:
-    """The file that an `order_export` made."""
+    """Returns the file that an `order_export` made."""
     data = await call.services.jobs.file(job_id, user_id)
     if bom:
         data = export.for_spreadsheet(data, header=True)
@@ -132,7 +132,7 @@ async def cancel_user_job(user_id: KnownUserId, job_id: JobIdInPath, call: Call)
 
 
 def _form_of(body: Any) -> str:
-    """Which of the two forms of a body this is: today's has a `type`, that of 0.1.0 a `job`."""
+    """Returns which of its two forms a body has: today's has a `type`, that of 0.1.0 a `job`."""
     if isinstance(body, FleetJobRequest) or (isinstance(body, dict) and "job" in body):
         return "job"
     return "type"
@@ -188,7 +188,7 @@ async def put_job(body: AnyJobRequest, call: Call) -> JobStateView:
 
 
 def _built_in(body: OwnJobRequest) -> FleetJobRequest:
-    """The request for one of Berth's built-in types. Raises `InvalidRequest`."""
+    """Returns the request for one of Berth's built-in types. Raises `InvalidRequest`."""
     options = body.options.model_dump(exclude_unset=True, exclude={"run_at"})
     if body.options.run_at is not None:
         options["delay_s"] = max(0.0, (body.options.run_at - datetime.now(UTC)).total_seconds())
@@ -228,8 +228,8 @@ async def put_jobs(body: schemas.JobBatchRequest, call: Call) -> schemas.JobBatc
     responses=problems.responses(NotFound, ValkeyUnavailable),
 )
 async def get_job(job_id: JobIdInPath, call: Call, seconds: Seconds = 0.0) -> JobStateView:
-    """The state, progress and result of a job of an application or of the fleet. With `wait`, as
-    soon as it has ended."""
+    """Returns the state, progress and result of a job of an application or of the fleet. With
+    `wait`, answers as soon as the job has ended."""
     reach = call.caller.applications_in_reach(to_look=True)
     state = await call.services.own_jobs.find(job_id, seconds, reach)
     if state is None and reach is not None:
@@ -260,9 +260,9 @@ async def cancel_job(job_id: JobIdInPath, call: Call) -> JobStateView:
 
 @router.get("/job-types", summary="List job types of applications")
 async def get_job_types(call: Call) -> schemas.JobTypeList:
-    """Every type that a runner has announced, with its versions and the number of jobs that wait
-    for each; also types that jobs wait for and no runner has ever announced. A schema is shown by
-    the type's own address."""
+    """Lists every type that a runner has announced, with its versions and the number of jobs that
+    wait for each; also types that jobs wait for and no runner has ever announced. A schema is shown
+    by the type's own address."""
     registry = call.services.job_types
     reach = call.caller.applications_in_reach(to_look=True)
     types = {
@@ -299,8 +299,8 @@ OwnTypeName = Annotated[
 async def get_job_type(
     application: ApplicationName, name: OwnTypeName, call: Call
 ) -> schemas.JobTypeView:
-    """One type with its versions: options, the JSON Schema of its arguments, and how many runners
-    it has."""
+    """Returns one type with its versions: options, the JSON Schema of its arguments, and how many
+    runners it has."""
     call.caller.require_application(application, to_look=True)
     kind = f"{application}/{name}"
     versions = await call.services.job_types.versions(kind)
@@ -317,8 +317,8 @@ async def get_job_type(
 
 @router.get("/job-applications", summary="List applications")
 async def get_job_applications(call: Call) -> schemas.ApplicationList:
-    """The applications whose runners run job types of their own. `berth jobs application add` makes
-    one."""
+    """Lists the applications whose runners run job types of their own. `berth jobs application add`
+    makes one."""
     registry = call.services.job_types
     types = await registry.types()
     counts = Counter(application_of(name) for name in types)
@@ -368,8 +368,8 @@ async def _tag_of(call: AuthorizedCall, application: str | None) -> str:
     responses=problems.responses(ApplicationNotFound, ValkeyUnavailable),
 )
 async def get_job_queues(call: Call, application: OfApplication = None) -> schemas.QueueList:
-    """The queues of the fleet, or of an application: weight, suspension, and jobs that could run
-    now."""
+    """Lists the queues of the fleet, or of an application: weight, suspension, and jobs that could
+    run now."""
     tag = await _tag_of(call, application)
     known = () if application else _QUEUES
     queues = await job_queues.read_queues(call.services.valkey, tag, known)
@@ -384,7 +384,8 @@ async def get_job_queues(call: Call, application: OfApplication = None) -> schem
 async def put_job_queue(
     queue: QueueName, body: schemas.QueueWeightRequest, call: Call
 ) -> schemas.QueueView:
-    """Among queues with work, each gets turns by its weight. It holds from the next claim on."""
+    """Sets a queue's weight: among queues with work, each gets turns by its weight. It holds from
+    the next claim on."""
     tag = await _tag_of(call, body.application)
     subject = f"job-queue:{body.application or 'fleet'}:{queue}"
     await call.audit("job_queue.set", subject, reason=body.reason, weight=body.weight)
@@ -400,7 +401,7 @@ async def put_job_queue(
     responses=problems.responses(ValkeyUnavailable),
 )
 async def get_job_limits(call: Call) -> schemas.JobLimitsList:
-    """Every type of job, also those without limits: Berth's built-in types, then those of
+    """Lists every type of job, also those without limits: Berth's built-in types, then those of
     applications."""
     client, registry = call.services.valkey, call.services.job_types
     names = {job_keys.FLEET_TAG: set(_KNOWN)}

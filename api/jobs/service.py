@@ -140,7 +140,8 @@ class JobService:
         return queued or await self.kept.get(job_id, user_id)
 
     async def file(self, job_id: str, user_id: str) -> bytes:
-        """The CSV of an export that is done. Raises `NotFound` if there is none (any more)."""
+        """Returns the CSV of an export that is done. Raises `NotFound` if there is none (any
+        more)."""
         state = await self._find(job_id, user_id)
         if state is None or state.result is None or state.result.status is not JobStatus.DONE:
             raise NotFound

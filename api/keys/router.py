@@ -51,8 +51,8 @@ async def list_api_keys(
     limit: Rows = 100,
     cursor: Annotated[UUID | None, Query(description="`next_cursor` of the page before.")] = None,
 ) -> ApiKeyList:
-    """Whose they are, what they may do, when they were last used and when they end, the latest
-    first.
+    """Lists API keys, the latest first: whose they are, what they may do, when they were last used
+    and when they end.
 
     A user's key sees the user's own ones.
     """
@@ -78,7 +78,7 @@ async def list_api_keys(
     ),
 )
 async def create_api_key(body: ApiKeyRequest, call: Call) -> NewApiKeyView:
-    """The key is shown this once. For administrators.
+    """Creates an API key. The answer shows it, once. For administrators.
 
     It gets no scope that the key that makes it does not have, and no address that it may not be
     used from.
@@ -88,7 +88,7 @@ async def create_api_key(body: ApiKeyRequest, call: Call) -> NewApiKeyView:
 
 @router.get("/self", summary="Look at the API key of this call")
 async def get_own_key(call: Call) -> ApiKeyView:
-    """What it may do, from where, and when it ends. Any key may ask this."""
+    """Returns what the caller's key may do, from where, and when it ends. Any key may ask this."""
     key = await call.database.fetch(api_keys.get_api_key, UUID(call.caller.key_id))
     return ApiKeyView.model_validate(key)
 
@@ -100,7 +100,7 @@ async def get_own_key(call: Call) -> ApiKeyView:
     responses=problems.responses(ApiKeyNotFound, api_keys.ApiKeyLimitReached),
 )
 async def rotate_own_key(body: RotationRequest, call: Call) -> NewApiKeyView:
-    """As rotating it by its id. An operator's key, too, may do this."""
+    """Rotates the caller's key, as its id would. An operator's key may do this, too."""
     return await rotate_key(call, UUID(call.caller.key_id), body)
 
 
@@ -113,7 +113,8 @@ async def revoke_own_key(
     webhooks: WithWebhooks = False,
     keys: WithKeys = False,
 ) -> RevokedApiKeyView:
-    """As revoking it by its id. Any key may do this: whoever finds one ends it."""
+    """Revokes the caller's key, as its id would. Any key may do this: anyone who finds a key can
+    end it."""
     return await revoke_key(call, UUID(call.caller.key_id), reason, webhooks=webhooks, keys=keys)
 
 
@@ -143,8 +144,8 @@ async def revoke_api_key(
     webhooks: WithWebhooks = False,
     keys: WithKeys = False,
 ) -> RevokedApiKeyView:
-    """No API process takes it any more, and its event streams end. A user's key revokes the user's
-    own keys.
+    """Revokes an API key: no API process takes it any more, and its event streams end. A user's key
+    revokes the user's own keys.
 
     What the key has made outlives it unless `webhooks` and `keys` are given: the answer lists it.
     """
@@ -153,14 +154,15 @@ async def revoke_api_key(
 
 @image_router.get("", summary="List allowed images")
 async def list_images(call: Call) -> ImageList:
-    """What workers may be launched from, besides what the launcher was configured with."""
+    """Lists what workers may be launched from, besides what the launcher was configured with."""
     rows = await call.database.fetch(images.allowed_images)
     return ImageList(images=[ImageView.model_validate(image) for image in rows])
 
 
 @image_router.put("", summary="Allow an image", responses=problems.responses(images.ImageNotExact))
 async def allow_image(body: ImageRequest, call: Call) -> ImageView:
-    """Its workers get tokens with which they may get credentials. For administrators."""
+    """Allows an image: its workers get tokens with which they may get credentials. For
+    administrators."""
     images.check_exact(call.services.settings.launcher, body.image)
     row = await call.database.write(
         images.allow_image, body.image, actor=call.actor, reason=body.reason
@@ -172,14 +174,15 @@ async def allow_image(body: ImageRequest, call: Call) -> ImageView:
     "", summary="Forbid an image", responses=problems.responses(images.ImageNotAllowed)
 )
 async def forbid_image(image: Image, call: Call, reason: Reason = "requested") -> ImageList:
-    """Nothing is launched from it any more; workers that run continue. For administrators."""
+    """Forbids an image: nothing is launched from it any more; workers that run continue. For
+    administrators."""
     await call.database.write(images.forbid_image, image, actor=call.actor, reason=reason)
     return await list_images(call)
 
 
 @audit_router.get("", summary="Read the audit trail")
 async def list_audit_entries(call: Call, query: Annotated[AuditQuery, Query()]) -> AuditPage:
-    """Who did what to whom, the latest first. For operators and administrators."""
+    """Lists who did what to whom, the latest first. For operators and administrators."""
     filters = query.model_dump(exclude={"cursor", "limit"})
     rows = await call.database.fetch(
         audit.list_entries, **filters, before=query.cursor, limit=query.limit + 1

@@ -27,7 +27,7 @@ MEDIA_TYPE = "text/csv; charset=utf-8; header=present"
 
 
 def headers(user_id: str) -> dict[str, str]:
-    """Of the file of a user's orders."""
+    """Returns the headers of the file of a user's orders."""
     return {
         "Content-Disposition": f'attachment; filename="orders-{user_id}.csv"',
         "Cache-Control": "no-store",
@@ -35,7 +35,7 @@ def headers(user_id: str) -> dict[str, str]:
 
 
 def row_of(order: OrderView) -> OrderRow:
-    """The columns of an order."""
+    """Returns the columns of an order."""
     shown = order.model_dump(include=set(OrderRow.__struct_fields__))
     at = order.accepted_at.astimezone(HOME_ZONE).isoformat(timespec="microseconds")
     plain = {name: value.value for name, value in shown.items() if isinstance(value, Enum)}
@@ -45,7 +45,8 @@ def row_of(order: OrderView) -> OrderRow:
 async def lines(
     database: Database, selection: order_list.OrderSelection, *, bom: bool = False
 ) -> AsyncIterator[bytes]:
-    """The header and all rows, the newest first; orders accepted meanwhile are not among them.
+    """Yields the header and all rows, the newest first; orders accepted meanwhile are not among
+    them.
 
     `bom`: as `for_spreadsheet` writes them. Raises `DatabaseUnavailable`.
     """

@@ -93,7 +93,7 @@ async def place_order(
     responses=problems.responses(OrderNotFound, errors.ValkeyUnavailable),
 )
 async def get_order(order_id: UUID, call: Call) -> schemas.OrderDetailView:
-    """The order and the steps of its life. Another user's order is not found."""
+    """Returns the order and the steps of its life. Another user's order is not found."""
     order = await call.services.reader.get(order_id)
     if not call.caller.may_see(order.user_id):
         raise OrderNotFound(f"there is no order {order_id}")
@@ -104,8 +104,8 @@ async def get_order(order_id: UUID, call: Call) -> schemas.OrderDetailView:
 async def list_orders(
     user_id: KnownUserId, call: Call, query: Annotated[schemas.OrderQuery, Query()]
 ) -> schemas.OrderPage:
-    """Orders as they are recorded, the newest first. An order's own page may be a moment ahead of
-    it.
+    """Lists orders as they are recorded, the newest first. An order's own page may be a moment
+    ahead of it.
 
     Follow `next_cursor` with the same filters; orders that come meanwhile do not move the pages
     behind it.
@@ -117,8 +117,8 @@ async def list_orders(
 async def list_all_orders(
     call: Call, query: Annotated[schemas.OrderQuery, Query()]
 ) -> schemas.OrderPage:
-    """As a user's list, but of all users, and of the last 24 hours (before `to`) unless `from` is
-    given. For operators and administrators."""
+    """Lists the orders of all users of the last 24 hours (before `to`) unless `from` is given. For
+    operators and administrators."""
     until = min(query.until or datetime.now(UTC), datetime.now(UTC))
     since = query.since or until - timedelta(days=1)
     return await _page_of_orders(call.services, query, replace(query.of(None), since=since))
@@ -152,8 +152,8 @@ async def _page_of_orders(
 async def export_orders(
     user_id: KnownUserId, call: Call, query: Annotated[schemas.OrderExportQuery, Query()]
 ) -> StreamingResponse:
-    """All orders that match, as one file. It is cut off when the database goes away while it is
-    sent."""
+    """Exports all orders that match, as one file. It is cut off when the database goes away while
+    it is sent."""
     chunks = export.lines(call.database, query.of(user_id), bom=query.bom)
     # The first page before the answer begins: a database that is down is a problem, not half a
     # file.
@@ -183,7 +183,7 @@ async def export_orders(
     },
 )
 async def follow_orders(user_id: KnownUserId, call: Call, begin: StreamBegin) -> StreamingResponse:
-    """Orders as they change, behind `Last-Event-ID` or `after`.
+    """Streams orders as they change, behind `Last-Event-ID` or `after`.
 
     Without either: the open orders first, then what changes from now on. An order that changed
     several times since the last event is sent once, as it is now. After a reconnect an order may be

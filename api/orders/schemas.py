@@ -275,7 +275,8 @@ class OrderFilter(BaseModel):
         return self
 
     def of(self, user_id: str | None) -> OrderSelection:
-        """The selection among the orders of this user; None: of all users."""
+        """Returns the selection among the orders of this user; of all users if `user_id` is
+        None."""
         same = self.model_dump(include={"symbol", "side", "client_order_id", "since", "until"})
         states = frozenset(state.value for state in self.state)
         return OrderSelection(user_id=user_id, states=states, account_id=self.account, **same)
@@ -310,7 +311,7 @@ class PresentOrders(View):
 
 
 def cursor_of(position: OrderPosition) -> str:
-    """A page's end as text: microseconds and the order's id."""
+    """Returns a page's end as text: microseconds and the order's id."""
     at, order_id = position
     microseconds = (at - _EPOCH) // timedelta(microseconds=1)
     return (

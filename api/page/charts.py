@@ -30,7 +30,7 @@ class StateSpan:
 
 
 def timeline_spans(transitions: Sequence[TransitionView]) -> list[StateSpan]:
-    """The states of a worker from its first shown change until now, side by side.
+    """Returns the states of a worker from its first shown change until now, side by side.
 
     Widths follow the time; the narrowest ones are widened, and the others give what that takes.
     """
@@ -75,13 +75,13 @@ class PoolHistory:
     """The last hour of the pools that somebody looked at, as this process has seen it."""
 
     def __init__(self, pools: PoolControl, pool: str, max_pools: int = MOST_POOLS) -> None:
-        """`pool`: the one that is watched from the start; at most `max_pools` are."""
+        """Watches `pool` from the start, and at most `max_pools` pools."""
         self._pools, self._most = pools, max_pools
         self._samples: dict[str, deque[tuple[datetime, PoolView]]] = {pool: deque(maxlen=SAMPLES)}
 
     async def samples_of(self, pool: str) -> Sequence[tuple[datetime, PoolView]]:
-        """The samples, oldest first. From now on the pool is watched,
-        if it exists and there is room."""
+        """Returns the samples, oldest first. From now on the pool is watched, if it exists and
+        there is room."""
         if pool not in self._samples and len(self._samples) < self._most:
             with suppress(BerthError):  # no such pool, or nobody answers
                 first = datetime.now(UTC), await self._pools.view(pool)
@@ -89,7 +89,7 @@ class PoolHistory:
         return list(self._samples.get(pool, ()))
 
     async def run(self) -> None:
-        """Samples for ever; while Temporal is away, the chart has a gap."""
+        """Takes samples forever; while Temporal is away, the chart has a gap."""
         while True:
             for pool, samples in list(self._samples.items()):
                 try:
@@ -100,7 +100,8 @@ class PoolHistory:
 
 
 def pool_lines(samples: Sequence[tuple[datetime, PoolView]]) -> dict[str, str]:
-    """The points of each line, `x,y` from the oldest sample to the latest; y grows downwards to
+    """Returns the points of each line, `x,y` from the oldest sample to the latest; y grows
+    downwards to
     100."""
     if not samples:
         return {}

@@ -107,14 +107,14 @@ class Page(AuthorizedCall):
         self.caller.require_right(right)
 
     def temporal_link(self, kind: str, name: str) -> str:
-        """Its address in Temporal's UI, `kind` being `workflows` or `schedules`; '' if no UI is
+        """Returns an address in Temporal's UI; `kind` is `workflows` or `schedules`. '' if no UI is
         known."""
         settings = self.services.settings
         known = f"{settings.temporal_ui_url}/namespaces/{settings.temporal_namespace}/{kind}/"
         return known + quote(name, safe="") if settings.temporal_ui_url else ""
 
     async def read(self, function: Callable[..., Awaitable[T]], **given: Any) -> PagePart[T]:
-        """What a REST route's function answers to the caller.
+        """Returns what a REST route's function answers to the caller.
 
         Raises what fails the page as a whole: that its subject does not exist, or is not valid.
         """
@@ -125,7 +125,8 @@ class Page(AuthorizedCall):
         return await self.read_part(function(call=self, **given))
 
     async def read_part(self, reading: Awaitable[T]) -> PagePart[T]:
-        """What was read, or why it cannot be; for what has no REST route. Raises as `read`."""
+        """Returns what was read, or why it cannot be; for what has no REST route. Raises as
+        `read`."""
         try:
             return PagePart(await reading)
         except RedisError as error:
@@ -136,7 +137,7 @@ class Page(AuthorizedCall):
             return PagePart(problem=error)
 
     async def show(self, template: str, title: str = "", /, **values: Any) -> HTMLResponse:
-        """A page of a template with these values; those that are awaited still are so together.
+        """Shows a page of a template with these values; awaits the coroutines among them together.
         Without a title it has its name in the menu."""
         awaited = {name: value for name, value in values.items() if asyncio.iscoroutine(value)}
         values |= zip(awaited, await asyncio.gather(*awaited.values()), strict=True)
@@ -193,7 +194,7 @@ class PageRoute(APIRoute):
 
 
 def shown_time(at: datetime | None) -> str:
-    """A time in the home zone; a dash for none."""
+    """Returns a time in the home zone; a dash for none."""
     return "-" if at is None else f"{at.astimezone(HOME_ZONE):%Y-%m-%d %H:%M:%S}"
 
 
@@ -212,6 +213,6 @@ TEMPLATES.filters["json"] = partial(json.dumps, default=str, ensure_ascii=False)
 
 
 def show_template(name: str, status: int = 200, /, *, root: str, **values: Any) -> HTMLResponse:
-    """The page of a template; `root` is the root path, in front of every path that the page
+    """Returns the page of a template; `root` is the root path, in front of every path that the page
     names."""
     return HTMLResponse(TEMPLATES.get_template(name).render(root=root, **values), status)

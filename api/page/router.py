@@ -70,8 +70,8 @@ async def show_fleet(
     user: Annotated[str, Query(max_length=64)] = "",
     cursor: fleet.Cursor = None,
 ) -> HTMLResponse:
-    """Workers by state, and a filtered table of them;
-    a user's own key sees the user's page only."""
+    """Shows workers by state, and a filtered table of them; a user's own key sees the user's page
+    only."""
     filters = {"state": state or None, "user_id": user or None, "cursor": cursor, "limit": ROWS}
     return await page.show(
         "fleet.html",
@@ -88,14 +88,14 @@ async def show_users(
     disabled: bool | None = None,
     cursor: users.IdPart | None = None,
 ) -> HTMLResponse:
-    """All users, whether or not they ever had a worker."""
+    """Shows all users, whether or not they ever had a worker."""
     filters = {"prefix": prefix or None, "disabled": disabled, "limit": ROWS, "cursor": cursor}
     return await page.show("users.html", users=page.read(users.list_users, **filters))
 
 
 @router.get("/page/users/{user_id}")
 async def show_user(user_id: UserId, page: InPage) -> HTMLResponse:
-    """A user's worker, its timeline as a picture, accounts, switches and orders."""
+    """Shows a user's worker, its timeline as a picture, accounts, switches and orders."""
     page.require_user(user_id)
     today = datetime.now(HOME_ZONE).date()
     return await page.show(
@@ -121,7 +121,7 @@ async def show_webhook(
     page: InPage,
     cursor: Annotated[int | None, Query(ge=1, le=2**63 - 1)] = None,
 ) -> HTMLResponse:
-    """What came to a webhook lately, and what became of it."""
+    """Shows what came to a webhook lately, and what became of it."""
     page.require_user(user_id)
     calls = page.read(
         webhook_calls.list_calls, user_id=user_id, webhook_id=webhook_id, limit=ROWS, cursor=cursor
@@ -153,7 +153,7 @@ _CHANNELS = {"workers": TIMELINE_CHANNEL, "orders": ORDERS_CHANNEL}
 
 @router.get("/page/changes")
 async def follow_changes(page: InPage, of: Literal["workers", "orders"]) -> Response:
-    """Server-sent events: something has changed with any worker, or with any order."""
+    """Streams a server-sent event when any worker, or any order, has changed."""
     page.require("GET /workers")
     feed = ChangeFeed(page.services.notifications, _CHANNELS[of])
     return await page.open_stream(feed, None)
@@ -161,7 +161,7 @@ async def follow_changes(page: InPage, of: Literal["workers", "orders"]) -> Resp
 
 @router.get("/v1/docs")
 async def show_api(services: InServices) -> HTMLResponse:
-    """Swagger's page of the API, from files of our own."""
+    """Shows Swagger's page of the API, from files of our own."""
     return show_template("frame/docs.html", root=services.settings.api_root_path)
 
 
@@ -174,7 +174,7 @@ async def show_orders(
     until: Annotated[QueryEnd | Literal[""], Query(alias="to")] = "",
     cursor: PageCursor = None,
 ) -> HTMLResponse:
-    """Orders of all users, live: of the last day, or of the days that are chosen."""
+    """Shows orders of all users, live: of the last day, or of the days that are chosen."""
     with problems.refusing_invalid("query"):
         query = OrderQuery.model_validate(
             {
@@ -195,7 +195,7 @@ async def show_orders(
 
 @router.get("/page/orders/{order_id}")
 async def show_order(order_id: UUID, page: InPage) -> HTMLResponse:
-    """One order with the steps of its life, and how a person ends it."""
+    """Shows one order with the steps of its life, and how an operator ends it."""
     order = page.read(orders.get_order, order_id=order_id)
     return await page.show(
         "order.html", f"Order {order_id}", order=order, final=sorted(FINAL_ORDER_STATES)
@@ -206,8 +206,8 @@ async def show_order(order_id: UUID, page: InPage) -> HTMLResponse:
 async def show_attention(
     page: InPage, cursor: PageCursor = None, after: Annotated[int, Query(ge=0, le=2**63 - 1)] = 0
 ) -> HTMLResponse:
-    """Orders that wait for a person, accounts whose
-    books differ from the broker's, and changed lots."""
+    """Shows orders that wait for an operator, accounts whose books differ from the broker's, and
+    changed lots."""
     return await page.show(
         "attention.html",
         waiting=page.read(attention.list_attention, cursor=cursor, limit=ROWS, unknown=True),
@@ -225,7 +225,7 @@ async def show_switches(
     prefix: Beginning = "",
     cursor: switches.Cursor = None,
 ) -> HTMLResponse:
-    """Every switch that was ever set, and a form that sets one."""
+    """Shows every switch that was ever set, and a form that sets one."""
     filters = {"state": state or None, "prefix": prefix or None, "cursor": cursor, "limit": ROWS}
     return await page.show(
         "switches.html", switched=page.read(switches.list_switches, **filters), states=SwitchState
@@ -234,7 +234,7 @@ async def show_switches(
 
 @router.get("/page/symbols")
 async def show_symbols(page: InPage) -> HTMLResponse:
-    """Names that operators gave to symbols, so that signals may use them."""
+    """Shows names that operators gave to symbols, so that signals may use them."""
     return await page.show("symbols.html", named=page.read(symbols.list_symbol_names))
 
 
@@ -245,7 +245,7 @@ async def show_instruments(
     kind: Annotated[InstrumentKind | Literal[""], Query()] = "",
     cursor: Annotated[PlainText, Query(max_length=64)] = "",
 ) -> HTMLResponse:
-    """Who lists each broker's instruments, and a search among them."""
+    """Shows who lists each broker's instruments, and a search among them."""
     filters = {"query": query, "kind": kind or None, "after": cursor, "limit": ROWS}
     return await page.show(
         "instruments.html",
@@ -260,7 +260,7 @@ async def show_instruments(
 async def show_pool(
     page: InPage, name: Annotated[str, Query(pattern=ID_PATTERN, max_length=64)] = ""
 ) -> HTMLResponse:
-    """A pool: what it wants and has, the last hour as a chart, its policy and its rollout."""
+    """Shows a pool: what it wants and has, the last hour as a chart, its policy and its rollout."""
     name = name or page.services.settings.pool
     return await page.show(
         "pool.html",
@@ -275,7 +275,7 @@ async def show_pool(
 
 @router.get("/page/servers")
 async def show_servers(page: InPage) -> HTMLResponse:
-    """The health of every server, the schedules, and the passes of maintenance."""
+    """Shows the health of every server, the schedules, and the passes of maintenance."""
     return await page.show(
         "servers.html",
         servers=page.read(fleet.list_servers),
@@ -288,13 +288,13 @@ async def show_servers(page: InPage) -> HTMLResponse:
 
 @router.get("/page/report")
 async def show_report(page: InPage, day: fleet.ReportDay = None) -> HTMLResponse:
-    """The figures of a trading day, by default of the latest."""
+    """Shows the figures of a trading day, by default of the latest."""
     return await page.show("report.html", report=page.read(fleet.show_report, day=day))
 
 
 @router.get("/page/jobs")
 async def show_jobs(page: InPage) -> HTMLResponse:
-    """The fleet's queues, their runners, types of applications, and what failed."""
+    """Shows the fleet's queues, their runners, types of applications, and what failed."""
 
     def look() -> QueueOverview:
         with JobInspector(page.services.settings.valkey_url) as inspector:
@@ -312,7 +312,7 @@ async def show_jobs(page: InPage) -> HTMLResponse:
 async def show_dead_letters(
     page: InPage, kind: dead_letters.Kind = None, cursor: PageCursor = None
 ) -> HTMLResponse:
-    """What failed for good."""
+    """Shows what failed for good."""
     letters = page.read(dead_letters.list_dead_letters, kind=kind, cursor=cursor, limit=ROWS)
     return await page.show("dead_letters.html", letters=letters)
 
@@ -321,7 +321,7 @@ async def show_dead_letters(
 async def show_keys(
     page: InPage, revoked: bool = False, cursor: UUID | None = None
 ) -> HTMLResponse:
-    """API keys, which an administrator revokes here."""
+    """Shows API keys, which an administrator revokes here."""
     api_keys = page.read(keys.list_api_keys, revoked=revoked, limit=ROWS, cursor=cursor)
     return await page.show("keys.html", keys=api_keys, revoked=revoked)
 
@@ -334,7 +334,7 @@ class AuditPageQuery(AuditQuery):
 
 @router.get("/page/audit")
 async def show_audit(page: InPage, query: Annotated[AuditPageQuery, Query()]) -> HTMLResponse:
-    """Who did what to whom."""
+    """Shows who did what to whom."""
     given = query.model_copy(update={name: None for name, value in query if value == ""})
     entries = page.read(keys.list_audit_entries, query=given)
     return await page.show("audit.html", entries=entries, query=query)

@@ -30,7 +30,8 @@ _POOL_PROBLEMS = (
 
 @router.get("", summary="Look at a pool", responses=problems.responses(*_POOL_PROBLEMS))
 async def get_pool(pool: PoolName, call: Call) -> PoolStatusView:
-    """How many free workers it wants and why, what it has, and how its launches fare."""
+    """Returns how many free workers a pool wants and why, what it has, and how its launches
+    fare."""
     return PoolStatusView.of(await call.services.pools.view(pool))
 
 
@@ -61,7 +62,8 @@ async def _change_mode(pool: str, call: AuthorizedCall, reason: str, asked: str)
 
 @router.post("/pause", summary="Pause a pool", responses=problems.responses(*_POOL_PROBLEMS))
 async def pause_pool(pool: PoolName, call: Call, reason: GivenReason) -> PoolStatusView:
-    """Nothing is launched for the pool until it is resumed; free workers can still be claimed."""
+    """Pauses the pool: nothing is launched until it is resumed; free workers can still be
+    claimed."""
     return await _change_mode(pool, call, reason, "pause")
 
 
@@ -90,7 +92,7 @@ _ROLLOUT_PROBLEMS = (
     responses=problems.responses(*_ROLLOUT_PROBLEMS, errors.NoRollout),
 )
 async def get_rollout(pool: PoolName, call: Call) -> RolloutStatusView:
-    """How far the pool's rollout is, or how the last one ended."""
+    """Returns how far the pool's rollout is, or how the last one ended."""
     return RolloutStatusView.of(await call.services.rollouts.view(pool))
 
 
@@ -133,6 +135,7 @@ async def start_rollout(pool: PoolName, body: RolloutRequest, call: Call) -> Rol
     responses=problems.responses(*_ROLLOUT_PROBLEMS, errors.NoRollout),
 )
 async def abort_rollout(pool: PoolName, call: Call, reason: GivenReason) -> RolloutStatusView:
-    """What the pool had before is put back in the same way. The answer may not show it yet."""
+    """Aborts the rollout: what the pool had before is put back in the same way. The answer may not
+    show it yet."""
     await call.audit("pool.rollout_abort_requested", f"pool:{pool}", reason=reason)
     return RolloutStatusView.of(await call.services.rollouts.abort(pool, reason))

@@ -74,7 +74,7 @@ class PoolControl:
         return error or NoPool(f"there is no pool {pool}")
 
     async def update(self, pool: str, name: str, *args: object) -> PoolView:
-        """`name`: `set_policy`, `pause`, `resume` or `drain`. Also raises
+        """Sends the update `name`: `set_policy`, `pause`, `resume` or `drain`. Also raises
         `PoolPolicyInvalid`, `PoolChanged`."""
         handle = self.client.get_workflow_handle(worker_pool_id(pool))
         try:
@@ -105,7 +105,8 @@ class RolloutControl:
     client: Client
 
     async def start(self, given: RolloutInput, before: Release) -> RolloutView:
-        """What it begins with. Raises `RolloutUnderWay` while another one of the pool continues.
+        """Starts a rollout and returns what it begins with. Raises `RolloutUnderWay` while another
+        one of the pool continues.
 
         `before`: what the pool's new workers are now.
         """
@@ -135,7 +136,7 @@ class RolloutControl:
         )
 
     async def view(self, pool: str) -> RolloutView:
-        """The one that continues, or the last one. Raises `NoRollout`."""
+        """Returns the rollout that continues, or the last one. Raises `NoRollout`."""
         handle = self.client.get_workflow_handle(rollout_id(pool), result_type=RolloutView)
         try:
             with temporal_errors(missing=_no_rollout(pool)):
@@ -158,7 +159,8 @@ class RolloutControl:
         return view
 
     async def abort(self, pool: str, reason: str) -> RolloutView:
-        """The version before is put back; the view may not show it yet. Raises `NoRollout`."""
+        """Aborts a rollout: the version before is put back; the view may not show it yet. Raises
+        `NoRollout`."""
         with suppress(OrchestratorUnavailable):  # it hears of the abort when it is back
             # One that has ended still runs until its end is recorded, and would take a signal.
             if (await self.view(pool)).phase in ENDED:

@@ -76,7 +76,7 @@ class MasterLink:
     """The connection of one of several processes to the master that started it."""
 
     def __init__(self, connection: socket.socket, processes: int) -> None:
-        """`processes`: how many there should be."""
+        """Takes `processes`, the number that there should be."""
         self._connection = connection
         self._processes = processes
         self._numbers = itertools.count(1)
@@ -116,8 +116,8 @@ class MasterLink:
         self._serves.set()
 
     async def gather(self) -> GatheredCounts:
-        """Return what all processes have counted,
-        in `GATHER_TIMEOUT_S`. Simultaneous scrapes share it."""
+        """Return what all processes have counted, in `GATHER_TIMEOUT_S`. Simultaneous scrapes share
+        it."""
         return await asyncio.shield(self._scrapes.join("scrape", self._gather))
 
     async def _gather(self) -> GatheredCounts:

@@ -127,8 +127,8 @@ class ServingProcess:
 
 class Master:
     def __init__(self, listening: socket.socket, count: int, command: Sequence[str]) -> None:
-        """`command` starts a process; the descriptors
-        of two sockets are added, the listening one first."""
+        """Starts processes by `command`, with the descriptors of two sockets added, the listening
+        one first."""
         self._listening = listening
         self._count = count
         self._command = command
@@ -322,7 +322,7 @@ class Master:
             self._replacing = asyncio.create_task(self._replace_all())
 
     async def _replace_all(self) -> None:
-        """SIGHUP: replaces each process once its successor serves."""
+        """Replaces each process once its successor serves (SIGHUP)."""
         for old in list(self._processes):
             if old.ended.is_set():  # it died meanwhile, and its successor is new already
                 continue

@@ -67,8 +67,8 @@ async def list_switches(
     limit: Rows = 100,
     cursor: Cursor = None,
 ) -> SwitchList:
-    """Every switch that was ever set, the newest change first. With a user, and with a user's key,
-    those that can hold for the user, and what counts."""
+    """Lists every switch that was ever set, the newest change first. With a user, or a user's key,
+    lists those that can hold for the user, and what applies."""
     user_id = user_id or call.caller.user_id
     if user_id is not None:
         call.require_user(user_id)

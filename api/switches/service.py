@@ -74,8 +74,8 @@ class SwitchControl:
     async def write(
         self, picture: switches.SwitchSnapshot, server: str, concerned: Sequence[str]
     ) -> bool:
-        """Writes the users' switches; whether Valkey has them,
-        or a later one, then. Raises `RedisError`."""
+        """Writes the users' switches; whether Valkey has them, or a later one, then. Raises
+        `RedisError`."""
         by_user = {user_id: picture.for_user(user_id) for user_id in concerned}
         newer = await switch_fanout.write_switches(self.client, self.signer, server, by_user)
         if not newer:
@@ -90,8 +90,8 @@ class SwitchControl:
     async def list_switches(
         self, user_id: str | None, **filters: Any
     ) -> tuple[Sequence[Switch], UserSwitch | None]:
-        """All switches, or those that can hold for one user and what applies to them. `filters`:
-        which, as `switches.list_switches` takes it. Raises `UserNotFound`."""
+        """Lists all switches, or those that can hold for one user and what applies to them.
+        `filters` selects, as `switches.list_switches` takes it. Raises `UserNotFound`."""
         async with self.database.session() as session:
             effective = None
             if user_id is not None:

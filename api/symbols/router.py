@@ -24,8 +24,8 @@ Name = Annotated[
 
 @router.get("/symbols", summary="List names of symbols")
 async def list_symbol_names(call: Call) -> SymbolNameList:
-    """Names that operators gave to symbols for signals,
-    besides those that every installation understands."""
+    """Lists names that operators gave to symbols for signals, besides those that every installation
+    understands."""
     rows = await call.database.fetch(symbol_names.list_names)
     shown = [SymbolNameView.model_validate(row) for row in rows]
     if not call.caller.staff:
@@ -52,7 +52,7 @@ async def put_symbol_name(name: Name, body: SymbolNameRequest, call: Call) -> Sy
     responses=problems.responses(errors.NotFound),
 )
 async def delete_symbol_name(name: Name, call: Call) -> Response:
-    """From now on signals with this name mean what they mean without the table."""
+    """Deletes a name: from now on signals with it mean what they mean without the table."""
     if not await call.database.write(symbol_names.delete_name, name.upper(), actor=call.actor):
         raise errors.NotFound
     return Response(status_code=204)

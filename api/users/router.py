@@ -61,7 +61,7 @@ async def list_users(
     limit: Rows = 100,
     cursor: Annotated[IdPart | None, Query(description="`next_cursor` of the page before.")] = None,
 ) -> schemas.UserPage:
-    """All users by id, without those that were removed. For operators and administrators."""
+    """Lists all users by id, without those that were removed. For operators and administrators."""
     rows = await call.database.fetch(
         users.list_users, prefix=prefix, disabled=disabled, after=cursor, limit=limit + 1
     )
@@ -75,7 +75,8 @@ async def list_users(
     "/{user_id}", summary="Look at a user", responses=problems.responses(users.UserNotFound)
 )
 async def get_user(user_id: VisibleUserId, call: Call) -> schemas.UserDetailView:
-    """The user and its broker accounts with the state of their logins, without anything secret."""
+    """Returns the user and their broker accounts with the state of their logins, without anything
+    secret."""
     async with call.database.session(autocommit=True) as session:
         user = await users.get_user(session, user_id)
         stored = await accounts.accounts_of_user(session, user_id)
@@ -92,7 +93,7 @@ async def get_user(user_id: VisibleUserId, call: Call) -> schemas.UserDetailView
     responses=problems.responses(users.UserNotFound, TemporalUnavailable),
 )
 async def disable_user(user_id: UserId, call: Call, reason: GivenReason) -> schemas.UserView:
-    """Refuses the user's keys, alerts and all new orders for it, and ends its worker.
+    """Refuses the user's keys, signals and all new orders, and ends their worker.
 
     Open orders stay at the broker: operators cancel them. Without Temporal the answer is an error,
     but the user is disabled; a repeat ends the worker.
@@ -117,7 +118,7 @@ async def disable_user(user_id: UserId, call: Call, reason: GivenReason) -> sche
     "/{user_id}/enable", summary="Enable a user", responses=problems.responses(users.UserNotFound)
 )
 async def enable_user(user_id: UserId, call: Call, reason: GivenReason) -> schemas.UserView:
-    """Takes the user's keys, alerts and orders again. For administrators."""
+    """Takes the user's keys, signals and orders again. For administrators."""
     user = await call.database.write(
         users.put_disabled, user_id, False, actor=call.actor, reason=reason
     )
@@ -131,8 +132,8 @@ async def enable_user(user_id: UserId, call: Call, reason: GivenReason) -> schem
     responses=problems.responses(users.UserNotFound, accounts.StillInUse),
 )
 async def remove_user(user_id: UserId, call: Call, reason: Why = "requested") -> None:
-    """For good, with accounts, credentials, webhooks and keys, once it is disabled and nothing is
-    open.
+    """Removes a user for good, with accounts, credentials, webhooks and keys, once they are
+    disabled and nothing is open.
 
     Orders and the audit trail are kept, so the id is not given again. For administrators.
     """
@@ -143,7 +144,7 @@ async def remove_user(user_id: UserId, call: Call, reason: Why = "requested") ->
 async def get_statement_addresses(
     user_id: KnownUserId, call: Call
 ) -> schemas.StatementAddressesView:
-    """Where the statement of each trading day goes."""
+    """Returns where the statement of each trading day goes."""
     addresses = await call.database.fetch(users.get_addresses, user_id)
     return schemas.StatementAddressesView.model_validate(addresses)
 
@@ -199,8 +200,8 @@ async def store_credentials(
 async def retry_login(
     user_id: VisibleUserId, account_id: AccountId, call: Call
 ) -> schemas.AccountView:
-    """With what is stored, by the running worker or the next one. An account that was not rejected,
-    and has no session, is only tried sooner. Limited as new credentials are."""
+    """Retries a login with what is stored, by the running worker or the next one. An account that
+    was not rejected, and has no session, is only tried sooner. Limited as new credentials are."""
     async with call.database.session() as session:
         if call.caller.role is Role.USER:
             await accounts.require_login_tries(session, user_id)
@@ -219,8 +220,8 @@ async def retry_login(
 async def remove_account(
     user_id: VisibleUserId, account_id: AccountId, call: Call, reason: Why = "requested"
 ) -> None:
-    """For good, with its credentials, limits and webhooks, once no worker runs and no order of it
-    is open."""
+    """Removes an account for good, with its credentials, limits and webhooks, once no worker runs
+    and no order of it is open."""
     await call.database.write(
         accounts.remove_account, user_id, account_id, actor=call.actor, reason=reason
     )
@@ -232,7 +233,7 @@ async def remove_account(
 async def get_limits(
     user_id: VisibleUserId, account_id: AccountId, call: Call
 ) -> schemas.AccountLimitsView:
-    """What the account may do, where that differs from the settings."""
+    """Returns what the account may do, where that differs from the settings."""
     async with call.database.session() as session:
         await accounts.require_account(session, user_id, account_id)
         limits = await trading_limits.get_limits(session, user_id, account_id)

@@ -84,7 +84,7 @@ class AccountView(View):
 
     @classmethod
     def of(cls, stored: StoredCredentials, epoch: int) -> Self:
-        """`epoch`: of the user's worker, or 0."""
+        """Makes the view of stored credentials; `epoch` is that of the user's worker, or 0."""
         number = {"broker_account": stored.account.number or stored.account_id}
         shown = vars(stored.account) | vars(stored) | number | login_of(stored, epoch)
         return cls.model_validate(shown)
@@ -140,7 +140,7 @@ class CredentialsRequest(Body):
 
     @model_validator(mode="after")
     def _fits_the_brokers_record(self) -> Self:
-        """A broker that is installed, a market that it has, and the credentials that its record
+        """Requires an installed broker, a market that it has, and the credentials that its record
         names."""
         plugin = installed_brokers().get(self.broker)
         if plugin is None:

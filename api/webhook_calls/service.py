@@ -133,7 +133,7 @@ class FailureNotices:
     def __init__(
         self, database: Database, jobs: KeptJobs, require_schema: Callable[[], None]
     ) -> None:
-        """`require_schema` raises `DatabaseUnavailable` until the tables are there."""
+        """Takes `require_schema`, which raises `DatabaseUnavailable` until the tables are there."""
         self._database = database
         self._jobs = jobs
         self._require_schema = require_schema

@@ -65,7 +65,7 @@ async def list_webhooks(
     limit: Rows = 100,
     cursor: Annotated[UUID | None, Query(description="`next_cursor` of the page before.")] = None,
 ) -> schemas.WebhookList:
-    """A user's webhooks, the newest first, also those that were revoked."""
+    """Lists a user's webhooks, the newest first, also those that were revoked."""
     rows = await call.database.fetch(
         webhooks.webhooks_of_user, user_id, after=cursor, limit=limit + 1
     )
@@ -79,7 +79,7 @@ async def list_webhooks(
 async def revoke_webhook(
     user_id: VisibleUserId, webhook_id: UUID, call: Call
 ) -> schemas.WebhookView:
-    """From now on nothing is taken there. Its orders stay."""
+    """Revokes a webhook: from now on nothing is taken there. Its orders stay."""
     row = await call.database.write(webhooks.revoke_webhook, user_id, webhook_id, actor=call.actor)
     if row is None:
         raise errors.NotFound
@@ -259,8 +259,8 @@ _SIGNAL_BODY: dict[str, Any] = {
     responses=_SIGNAL_RESPONSES,
 )
 async def receive_signal(token: Token, request: Request, services: InServices) -> Response:
-    """For TradingView's alerts: no API key, but the token in the address and the secret in the
-    body.
+    """Receives a signal from TradingView: no API key, but the token in the address and the secret
+    in the body.
 
     A signal is stored before it is answered. Signals of one account and symbol are carried out one
     at a time, in the order in which they came; what cannot be done at once (another order works on

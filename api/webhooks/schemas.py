@@ -225,7 +225,7 @@ def _blank_is_none(value: object) -> object:
 
 
 def _price_types(value: object) -> object:
-    """`market` and `limit`, too."""
+    """Accepts `market` and `limit`, too."""
     text = _uppered(value)
     return (
         {"MARKET": "MKT", "LIMIT": "LMT", "": "MKT"}.get(text, text)
@@ -235,7 +235,7 @@ def _price_types(value: object) -> object:
 
 
 def _whole(value: object) -> object:
-    """TradingView writes a quantity as a number or as text, and 1 as `1.0`, too."""
+    """Accepts a quantity as TradingView writes it: as a number or as text, and 1 as `1.0`, too."""
     if isinstance(value, bool):
         raise ValueError("it is no number")
     if isinstance(value, float) and value.is_integer():
@@ -258,7 +258,7 @@ def _whole(value: object) -> object:
 
 
 def _number_text(value: object) -> str | None:
-    """A price as its sender wrote it, to tell signals apart."""
+    """Returns a price as its sender wrote it, to tell signals apart."""
     return (
         None if value is None or isinstance(value, bool | dict | list) else str(value).strip()[:32]
     )

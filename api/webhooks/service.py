@@ -39,7 +39,7 @@ from infra.networks import is_within, parse_network
 from infra.settings import Settings
 from worker_runtime.protocol.errors import BerthError
 
-#: Bytes; an alert of TradingView has 300 or so, and at most 4,096 characters.
+#: Bytes; a signal of TradingView has 300 or so, and at most 4,096 characters.
 MAX_BODY = 16 * 1024
 #: Seconds between two rounds of the queue's keeper.
 KEEPER_INTERVAL_S = 2.0

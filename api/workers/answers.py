@@ -234,7 +234,7 @@ class AnswerListener(AnswerReader):
             await self.read_pending(request_id)
 
     async def _listen(self, link: ValkeyLink) -> None:
-        """Never returns; raises the reason when the connection is lost."""
+        """Listens and never returns; raises the reason when the connection is lost."""
         checking = asyncio.create_task(self._check(link))
         try:
             either: set[asyncio.Future[Any]] = {checking, link.lost}

@@ -47,7 +47,7 @@ _INTERNAL = frozenset({"public_key", "proof", "claim", VALID_UNTIL})
     ),
 )
 async def get_worker(user_id: KnownUserId, call: Call) -> schemas.WorkerView:
-    """The worker from both sides: its own mark and metadata, and what its workflow says.
+    """Returns the worker from both sides: its own mark and metadata, and what its workflow says.
 
     A mark counts as missing while the metadata next to it are not the worker's own.
     """
@@ -71,8 +71,8 @@ async def get_worker(user_id: KnownUserId, call: Call) -> schemas.WorkerView:
 
 
 def _lifecycle_view(view: UserWorkerView, used: float) -> schemas.LifecycleView:
-    """`used`: Unix seconds at which the worker says it was used last; the workflow asks it
-    seldom."""
+    """Returns the lifecycle. `used` is the Unix time at which the worker says it was last used; the
+    workflow asks it seldom."""
     worker = (
         asdict(view.worker) if view.worker else dict.fromkeys(("worker_id", "task_id", "epoch"))
     )
@@ -200,7 +200,7 @@ PAGE_SIZE = 100
 async def transitions(
     session: AsyncSession, user_id: str, *, after: int | None, limit: int
 ) -> list[schemas.TransitionView]:
-    """The next changes behind `after`, or the last ones without it; oldest first, at most
+    """Returns the next changes behind `after`, or the last ones without it; oldest first, at most
     `limit`."""
     rows = await timeline.transitions_of_user(session, user_id, after=after, limit=limit)
     return [schemas.TransitionView.model_validate(row) for row in rows]
@@ -215,7 +215,8 @@ class TimelineFeed:
     channel: str = timeline.TIMELINE_CHANNEL
 
     async def current_event(self) -> ServerEvent:
-        """The state after the last change: what follows in the stream continues from there."""
+        """Returns the state after the last change: what follows in the stream continues from
+        there."""
         async with self.database.session() as session:
             last = await transitions(session, self.key, after=None, limit=1)
         known: dict[str, Any] = dict.fromkeys(schemas.PresentState.model_fields)
@@ -241,7 +242,7 @@ class TimelineFeed:
 async def get_timeline(
     user_id: KnownUserId, call: Call, after: After = None, limit: TimelineLimit = 100
 ) -> schemas.TimelineView:
-    """The last changes of state, or with `after` the next ones behind it; oldest first.
+    """Returns the last changes of state, or with `after` the next ones behind it; oldest first.
 
     It is written a moment after the change.
     """

@@ -39,7 +39,8 @@ RPC_RETRY = RetryConfig(
 
 
 async def connect_temporal(settings: Settings, interceptors: Sequence[Interceptor] = ()) -> Client:
-    """A lazy client: the API starts while Temporal is down, and connects with its first call."""
+    """Returns a lazy client: the API starts while Temporal is down, and connects with its first
+    call."""
     return await open_client(
         settings,
         lazy=True,
@@ -112,7 +113,7 @@ class WorkerControl:
         raise _reload_error(result)
 
     async def view(self, user_id: str) -> UserWorkerView | None:
-        """What the workflow shows, also after its end; None if the user never had one.
+        """Returns what the workflow shows, also after its end; None if the user never had one.
 
         Raises `TemporalUnavailable`, `OrchestratorUnavailable` when nobody answers the query, and
         `WorkflowPaused`.

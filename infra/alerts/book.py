@@ -86,8 +86,8 @@ class AlertBook(msgspec.Struct, kw_only=True):
 
     @classmethod
     def read(cls, stored: bytes | None, now: float) -> Self:
-        """The stored book, or an empty one in place of what cannot be read, or counts with times to
-        come: what is open is told again."""
+        """Reads the stored book. It is empty in place of what cannot be read, or counts with times
+        to come: what is open is reported again."""
         try:
             book = msgspec.json.decode(stored or b"{}", type=cls)
         except ValueError:
@@ -110,7 +110,7 @@ class AlertBook(msgspec.Struct, kw_only=True):
         alert.text, alert.last_at, alert.value = text, now, alert.value + count
 
     def observe(self, key: str, text: str, value: float, wait: float, now: float) -> None:
-        """The condition holds."""
+        """Records that the condition holds."""
         alert = self.alerts.setdefault(
             key, OperatorAlert(text=text, first_at=now, last_at=now, wait=wait)
         )
@@ -118,7 +118,7 @@ class AlertBook(msgspec.Struct, kw_only=True):
         alert.told = min(alert.told, value)  # one more than now is worth a message
 
     def keep(self, unknown: Callable[[str], bool], now: float) -> None:
-        """Nobody knows whether these conditions hold: they stay as they are."""
+        """Keeps alerts as they are while nobody knows whether their conditions hold."""
         for key, alert in self.alerts.items():
             if alert.wait is not None and unknown(key):
                 alert.last_at = now

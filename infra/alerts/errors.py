@@ -38,7 +38,7 @@ class ErrorCollector:
         self._found: Counter[tuple[str, str]] = Counter()
 
     def collect(self, values: Any) -> None:
-        """`values`: the fields of a log line."""
+        """Collects an error; `values` are the fields of a log line."""
         self.put({self._report(values): 1})
 
     def _report(self, values: Any) -> tuple[str, str]:
@@ -59,13 +59,13 @@ class ErrorCollector:
                 self._found[report] += count
 
     def take(self) -> dict[tuple[str, str], int]:
-        """What was found since the last time: key and sentence → how often."""
+        """Takes what was found since the last time: how often each key and sentence."""
         counts, self._found = self._found, Counter()
         return counts
 
 
 def _place(error: BaseException) -> str:
-    """Where it was raised."""
+    """Returns where the error was raised."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -79,7 +79,7 @@ collector = ErrorCollector()
 
 
 async def send_errors(client: Redis, service: str) -> None:
-    """A background loop."""
+    """Sends the collected errors in a background loop."""
     from redis.exceptions import RedisError  # a node has no use for the library
 
     collector.service = service

@@ -235,7 +235,7 @@ def explain(stack: Stack, stage: AwsStage) -> None:
 
 
 def build(folder: Path, stages: Sequence[AwsStage] = STAGES) -> App:
-    """All stages, not yet synthesised."""
+    """Builds all stages, not yet synthesised."""
     app = App(outdir=str(folder), analytics_reporting=False, context=_FLAGS)
     for stage in stages:
         base = BaseStack(app, stage)

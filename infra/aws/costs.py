@@ -75,8 +75,8 @@ class CostLoad:
 
 
 def own_valkey(load: CostLoad) -> float:
-    """USD a month of a host with its volume,
-    hourly snapshots as large as two volumes, and the balancer.
+    """Returns USD a month of a host with its volume, hourly snapshots as large as two volumes, and
+    the balancer.
 
     Each busy user's worker has four connections.
     """
@@ -86,7 +86,7 @@ def own_valkey(load: CostLoad) -> float:
 
 
 def costs(load: CostLoad) -> dict[str, float]:
-    """USD a month, by what it is for."""
+    """Returns USD a month, by what it is for."""
     busy, quiet = (
         plan_hosts(math.ceil(load.users * share), warm=1).wanted
         for share in (load.busy, load.quiet)
@@ -123,7 +123,7 @@ def costs(load: CostLoad) -> dict[str, float]:
 
 
 def table() -> str:
-    """As Markdown."""
+    """Returns the table in Markdown."""
     columns = [costs(CostLoad(users=users)) for users in USERS]
     heads = "".join(f" {users:,} users |" for users in USERS)
     lines = [f"| USD a month |{heads}", "|---|" + "---:|" * len(USERS)]

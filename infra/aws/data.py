@@ -62,7 +62,8 @@ class Storage(Construct):
         valkey_name: str,
         valkey_certificate: str,
     ) -> None:
-        """`valkey_name`, `valkey_certificate`: of a Valkey of our own (`ValkeyHost`)."""
+        """Takes `valkey_name` and `valkey_certificate`, which are those of a Valkey of our own
+        (`ValkeyHost`)."""
         super().__init__(scope, "Storage")
         self._stage = stage
         self._network = network
@@ -116,8 +117,8 @@ class Storage(Construct):
         )
 
     def _database(self) -> tuple[rds.DatabaseInstance, secrets.Secret, secrets.Secret]:
-        """Two addresses: of the role that owns the tables, for `prepare`, and of the servers' role,
-        which `prepare` makes."""
+        """Creates the database and two addresses: of the role that owns the tables, for `prepare`,
+        and of the servers' role, which `prepare` makes."""
         owner = self._password("DatabaseOwnerLogin", "berth_owner")
         servers = self._password("DatabaseLogin", "berth")
         database = postgres(self, "Database", self._stage, self._network, self._key, owner, "berth")
@@ -149,7 +150,8 @@ class Storage(Construct):
         return password(self, name, user, self._stage.removal)
 
     def _url(self, name: str, url: str) -> secrets.Secret:
-        """A secret that CloudFormation composes when it deploys: no template holds the password."""
+        """Creates a secret that CloudFormation composes when it deploys: no template holds the
+        password."""
         return secrets.Secret(
             self,
             name,
@@ -167,7 +169,8 @@ def postgres(
     login: secrets.Secret,
     database: str,
 ) -> rds.DatabaseInstance:
-    """PostgreSQL in the isolated subnets, restorable to any second of the last days, by TLS only.
+    """Creates PostgreSQL in the isolated subnets, restorable to any second of the last days, by TLS
+    only.
 
     RDS would make the groups of its logs itself,
     and keep what is in them for ever. So they are made before.

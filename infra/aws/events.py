@@ -236,7 +236,7 @@ class Alarms(Construct):
         times: int = 1,
         without_figures: bool = False,
     ) -> None:
-        """`without_figures`: whether a metric that has none is an alarm, too."""
+        """Creates an alarm. With `without_figures`, a metric that has none is an alarm, too."""
         missing = cloudwatch.TreatMissingData
         over = above is not None
         comparison = cloudwatch.ComparisonOperator

@@ -121,7 +121,7 @@ class Hosts(Construct):
         commands: list[str],
         rolls: bool,
     ) -> autoscaling.AutoScalingGroup:
-        """`rolls`: a deployment with a newer AMI replaces them.
+        """Creates a group of hosts. With `rolls`, a deployment with a newer AMI replaces them.
         Hosts of workers stay: users trade there."""
         role = iam.Role(
             self,
@@ -208,8 +208,8 @@ class Hosts(Construct):
     def _provider(
         self, name: str, group: autoscaling.AutoScalingGroup, target: int
     ) -> ecs.CfnCapacityProvider:
-        """Managed scaling, draining, protection.
-        CDK's own class would give the hosts' role more rights."""
+        """Creates a capacity provider with managed scaling, draining, protection. CDK's own class
+        would give the hosts' role more rights."""
         parts = ecs.CfnCapacityProvider
         return parts(
             self,
@@ -233,7 +233,8 @@ class Hosts(Construct):
 def log_group(
     scope: Construct, name: str, stage: AwsStage, key: kms.IKey, path: str = ""
 ) -> logs.LogGroup:
-    """Encrypted, kept for the stage's days. `path`: another name in CloudWatch than ours."""
+    """Creates an encrypted log group, kept for the stage's days. `path` is another name in
+    CloudWatch than ours."""
     return logs.LogGroup(
         scope,
         name,

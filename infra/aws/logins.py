@@ -6,7 +6,8 @@ from constructs import Construct
 
 
 def password(scope: Construct, name: str, user: str, policy: RemovalPolicy) -> secrets.Secret:
-    """A login made by AWS. Its password is letters and digits, because it stands in addresses."""
+    """Creates a login made by AWS. Its password is letters and digits, because it stands in
+    addresses."""
     return secrets.Secret(
         scope,
         name,
@@ -21,5 +22,5 @@ def password(scope: Construct, name: str, user: str, policy: RemovalPolicy) -> s
 
 
 def password_of(login: secrets.Secret) -> str:
-    """A reference that CloudFormation resolves."""
+    """Returns a reference that CloudFormation resolves."""
     return Fn.join("", ["{{resolve:secretsmanager:", login.secret_arn, ":SecretString:password}}"])

@@ -93,7 +93,8 @@ class Network(Construct):
         return ec2.SubnetSelection(subnet_group_name="data")
 
     def _group(self, name: str, description: str, *, outbound: bool = True) -> ec2.SecurityGroup:
-        """Workers and servers may call out, to brokers and AWS; nobody calls a worker."""
+        """Creates a security group. Workers and servers may call out, to brokers and AWS; nobody
+        calls a worker."""
         return ec2.SecurityGroup(
             self,
             name,

@@ -16,8 +16,7 @@ PAUSE_S = 5.0
 
 
 def handler(event, context, *, ecs=None, pause_s=PAUSE_S):
-    """Answers CloudFormation in any case:
-    it would wait an hour for an answer that does not come.
+    """Answers CloudFormation in any case: it would wait an hour for an answer that does not come.
 
     Lambda passes `event` and `context`; tests pass the others.
     """

@@ -59,7 +59,7 @@ class Servers:
         image_tag: str,
         temporal: dict[str, Any],
     ) -> None:
-        """`temporal`: the settings of the way to it."""
+        """Takes `temporal`, the settings of the way to it."""
         self.scope = scope
         self.stage = stage
         self.storage = storage
@@ -97,8 +97,8 @@ class Servers:
 
 
 def prepare(servers: Servers) -> CustomResource:
-    """The task that makes keys, tables and the first administrator's key;
-    run before the services change."""
+    """Creates the task that makes keys, tables and the first administrator's key; run before the
+    services change."""
     storage = servers.storage
     login = {name: v for name, v in servers.temporal.items() if name.startswith("temporal_")}
     if servers.stage.temporal_cloud:  # whose login comes from Temporal, not from us
@@ -197,8 +197,8 @@ def _pass_roles(role: iam.Role, definition: ecs.TaskDefinition) -> None:
 def add_api(
     servers: Servers, network: Network, certificate: str, access_logs: s3.IBucket
 ) -> elb.ApplicationLoadBalancer:
-    """The API: rolling deploys, 300 s to drain,
-    scaled by CPU and requests. Returns its load balancer."""
+    """Adds the API: rolling deploys, 300 s to drain, scaled by CPU and requests. Returns its load
+    balancer."""
     stage, storage = servers.stage, servers.storage
     public = [subnet.ipv4_cidr_block for subnet in network.vpc.public_subnets]
     task = servers.task(
@@ -281,7 +281,8 @@ def add_api(
 def add_orchestrators(
     servers: Servers, workers: WorkerTasks, events: sqs.IQueue, egress: str
 ) -> ServerTask:
-    """Orchestrators launch, list and stop workers, and set the number of their hosts."""
+    """Adds orchestrators, which launch, list and stop workers, and set the number of their
+    hosts."""
     stage, storage, hosts = servers.stage, servers.storage, servers.hosts
     task = servers.task(
         ServerSpec(
@@ -326,7 +327,7 @@ def add_orchestrators(
 
 
 def allow_launches(role: iam.Role, hosts: Hosts, workers: WorkerTasks) -> None:
-    """What `infra/launchers/ecs` and `infra/hosts/ecs.py` call, and nothing else."""
+    """Allows what `infra/launchers/ecs` and `infra/hosts/ecs.py` call, and nothing else."""
     name, arn = hosts.cluster.cluster_name, hosts.cluster.cluster_arn
     here = f"arn:{Aws.PARTITION}:ecs:{Aws.REGION}:{Aws.ACCOUNT_ID}"
     in_cluster = {"ArnEquals": {"ecs:cluster": arn}}
@@ -356,8 +357,8 @@ def allow_launches(role: iam.Role, hosts: Hosts, workers: WorkerTasks) -> None:
 
 
 def add_job_fleet(servers: Servers, name: str, tier: JobTier) -> None:
-    """The runners of one queue, scaled by how long its jobs wait:
-    first in a task, then by more tasks.
+    """Adds the runners of one queue, scaled by how long its jobs wait: first in a task, then by
+    more tasks.
 
     Each fleet logs that once a minute (`infra/jobs/scaling.py`);
     CloudWatch makes a figure of these lines.

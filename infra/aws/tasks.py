@@ -80,7 +80,8 @@ class ServerTask(Construct):
         *,
         changes_keys: bool = False,
     ) -> None:
-        """`changes_keys`: for a command that ends, and whose changes of the folders are stored."""
+        """Creates a task. `changes_keys` is for a command that ends, and whose changes of the
+        folders are stored."""
         super().__init__(scope, spec.name.title())
         image = image_of(storage.images["server"], image_tag)
         self.role = iam.Role(

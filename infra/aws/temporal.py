@@ -51,7 +51,8 @@ def own_settings(name: str) -> dict[str, Any]:
 
 
 def server_config(database: str) -> str:
-    """compose's, with this address of PostgreSQL, TLS to it, and the key set next to the server."""
+    """Returns compose's configuration, with this address of PostgreSQL, TLS to it, and the key set
+    next to the server."""
     text = (_COMPOSE / "temporal-server.yaml").read_text("utf-8")
     tls = f'tls: {{enabled: true, caFile: "{_AUTHORITIES}", enableHostVerification: true}}'
     for old, new, times in [
@@ -69,7 +70,7 @@ def server_config(database: str) -> str:
 
 
 def schema_script(database: str) -> str:
-    """compose's, by TLS."""
+    """Returns compose's script, by TLS."""
     text = (_COMPOSE / "temporal-schema.sh").read_text("utf-8")
     tls = f"--tls --tls-ca-file {_AUTHORITIES} --tls-server-name {database}"
     text = text.replace(
@@ -90,7 +91,8 @@ class TemporalCluster(Construct):
         name: str,
         certificate: str,
     ) -> None:
-        """`name`: which the certificate covers; a private zone leads it to the load balancer."""
+        """Takes `name`, which the certificate covers; a private zone leads it to the load
+        balancer."""
         super().__init__(servers.scope, "Temporal")
         stage, storage, key = servers.stage, servers.storage, servers.key
         login = password(self, "DatabaseLogin", "temporal", stage.removal)

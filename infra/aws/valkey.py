@@ -85,7 +85,7 @@ class ValkeyParts:
 def add_elasticache(
     scope: Construct, stage: AwsStage, network: Network, key: kms.IKey
 ) -> ValkeyParts:
-    """One shard with TLS and two logins. No cluster: our scripts use keys of several slots."""
+    """Adds one shard with TLS and two logins. No cluster: our scripts use keys of several slots."""
     logins = {
         name: password(scope, f"Valkey{name.title()}", name, stage.removal) for name in _LOGINS
     }
@@ -179,7 +179,8 @@ _LOGINS = ("service", "worker", "jobs")
 
 
 def server_config() -> str:
-    """compose's, with TLS in place of the plain port, and room for the workers of a whole fleet."""
+    """Returns compose's configuration, with TLS in place of the plain port, and room for the
+    workers of a whole fleet."""
     text = _COMPOSE_CONF.read_text("utf-8")
     for old, new in (
         ("port 6379\n", f"port 0\ntls-port {VALKEY}\ntls-auth-clients no\n"
@@ -217,8 +218,8 @@ class ValkeyHost(Construct):
         name: str,
         certificate: str,
     ) -> None:
-        """`name`: which the ACM certificate with the ARN `certificate` covers. A private zone leads
-        it to the load balancer."""
+        """Takes `name`, which the ACM certificate with the ARN `certificate` covers. A private zone
+        leads it to the load balancer."""
         super().__init__(scope, "ValkeyHost")
         self._stage = stage
         self._network = network
@@ -286,7 +287,8 @@ class ValkeyHost(Construct):
         )
 
     def _group(self, subnet: ec2.ISubnet, images: ecr.IRepository) -> autoscaling.AutoScalingGroup:
-        """Always one host. A deployment does not replace it: an operator does, at a quiet time."""
+        """Creates a group that always has one host. A deployment does not replace it: an operator
+        does, at a quiet time."""
         nodes = ec2.SecurityGroup(
             self,
             "Hosts",
@@ -430,7 +432,8 @@ class ValkeyHost(Construct):
         return start
 
     def _snapshots(self) -> None:
-        """Of the volume, each hour: for a lost zone or volume. A lost host needs none."""
+        """Takes snapshots of the volume, each hour, for a lost zone or volume. A lost host needs
+        none."""
         role = iam.Role(
             self,
             "SnapshotsRole",
@@ -478,7 +481,7 @@ class ValkeyHost(Construct):
         )
 
     def _balancer(self, name: str) -> elb.NetworkLoadBalancer:
-        """Reached by servers and workers alone (`Network.valkey`)."""
+        """Creates a balancer that only servers and workers reach (`Network.valkey`)."""
         balancer = elb.NetworkLoadBalancer(
             self,
             "Balancer",

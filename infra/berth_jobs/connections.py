@@ -27,8 +27,8 @@ class ProducerSettings(NamedTuple):
 
     @classmethod
     def from_environment(cls) -> ProducerSettings:
-        """Read `BERTH_API_URL` and `BERTH_API_KEY`
-        or `BERTH_API_KEY_FILE`. Raises `NotConfigured`."""
+        """Read `BERTH_API_URL` and `BERTH_API_KEY` or `BERTH_API_KEY_FILE`. Raises
+        `NotConfigured`."""
         url = os.environ.get(URL_VARIABLE, "")
         if not url:
             raise NotConfigured(

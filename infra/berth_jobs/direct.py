@@ -151,9 +151,9 @@ class DirectProducer:
         use_login: bool = True,
         **connection: Any,
     ) -> None:
-        """`valkey_url`: if it names no user, the application's own login is used; it follows from
-        the keys. `key_file`: the application's keys, which only its owner may read. `defaults`:
-        those of the deployment, where it has others.
+        """Connects to `valkey_url`; if that names no user, by the application's own login, which
+        follows from the keys. `key_file` has the application's keys, which only its owner may read.
+        `defaults` are those of the deployment, where it has others.
 
         `retry_for`: seconds for which an enqueue is repeated while Valkey is away. `use_login`:
         False for a Valkey that asks for none. `connection`: arguments for `redis.Redis.from_url`,

@@ -1,5 +1,5 @@
-"""A manifest: what one package's job types are called,
-take and ask for. A runner signs and publishes it.
+"""A manifest: what one package's job types are called, take and ask for. A runner signs and
+publishes it.
 
 The API checks a new job against it, and imports nothing of the package.
 """

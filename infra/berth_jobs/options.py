@@ -27,8 +27,8 @@ class JobDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one call changes of its type's options;
-    None: as the type says. Durations are seconds."""
+    """What one call changes of its type's options; None: as the type says. Durations are
+    seconds."""
 
     queue: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}\Z")] | None = None
     priority: Annotated[int, msgspec.Meta(ge=0, le=9)] | None = None

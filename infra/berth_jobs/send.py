@@ -203,7 +203,8 @@ class Producer(_Sender):
         retry_for: float = RETRY_FOR_S,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        """`url`: the API's URL, without `/v1`. `api_key`: a key with the scope `jobs`.
+        """Connects to `url`, the API's URL without `/v1`, with `api_key`, a key with the scope
+        `jobs`.
 
         `application`: the name that comes before the types of decorated functions; empty:
         `BERTH_JOBS_APPLICATION`. `retry_for`: seconds for which an enqueue is repeated while the
@@ -418,7 +419,7 @@ class AsyncProducer(_Sender):
         retry_for: float = RETRY_FOR_S,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`transport`: an `httpx.AsyncHTTPTransport`; otherwise as `Producer`. Raises
+        """Connects as `Producer` does; `transport` is an `httpx.AsyncHTTPTransport`. Raises
         `NotConfigured`."""
         super().__init__(application, retry_for)
         client = httpx.AsyncClient(

@@ -16,7 +16,7 @@ _numbers = itertools.count(1)
 
 @pytest.fixture
 def account() -> str:
-    """An account that no other test uses."""
+    """Returns an account that no other test uses."""
     return f"account-{next(_numbers)}"
 
 
@@ -27,7 +27,7 @@ def heard() -> HeardOrders:
 
 @pytest.fixture
 def broker(stage: BrokerStage, account: str, heard: HeardOrders) -> Iterator[Broker]:
-    """Logged in."""
+    """Yields a broker that is logged in."""
     stage.register(account, API_KEY, SECRET_KEY)
     made = stage.broker(account, heard)
     made.login(CREDENTIALS, 20.0)

@@ -131,7 +131,7 @@ class HeardOrders:
             self._arrived.notify_all()
 
     def outcome(self, order: BrokerOrder, state: OrderState) -> BrokerOrder:
-        """The order in this state: as the call answered, or as an event says later."""
+        """Returns the order in this state: as the call answered, or as an event says later."""
         if order.state is state:
             return order
         same = order.broker_order_id, state
@@ -161,7 +161,7 @@ def order(
     time_in_force: TimeInForce = TimeInForce.ROD,
     **terms: Any,
 ) -> PlaceOrder:
-    """A new order; without a price a market order."""
+    """Returns a new order; without a price a market order."""
     number = next(_numbers)
     return PlaceOrder(
         request_id=f"request-{number}",

@@ -24,7 +24,7 @@ _decoder = msgspec.json.Decoder(Instrument)
 
 
 def listing(broker: Broker) -> list[Instrument]:
-    """The broker's list, read within its time limits."""
+    """Returns the broker's list, read within its time limits."""
     assert isinstance(broker, ListsInstruments), "the adapter has no method `instruments`"
     began = last = time.monotonic()
     instruments = []

@@ -1,5 +1,5 @@
-"""What every broker keeps: the contract
-of `worker_runtime/brokers/port.py`. Submit-once comes first."""
+"""What every broker keeps: the contract of `worker_runtime/brokers/port.py`. Submit-once comes
+first."""
 
 from __future__ import annotations
 

@@ -147,14 +147,15 @@ def explain(
     warm: Annotated[int, typer.Option(min=0, help="Empty hosts to keep ready, at least.")] = 1,
     rate: Annotated[float, typer.Option(min=0, help="New workers a second that need room.")] = 0.0,
 ) -> CommandAnswer:
-    """How many hosts the pool's workers need: what the orchestrator would ask of the platform."""
+    """Explain how many hosts the pool's workers need: what the orchestrator would ask of the
+    platform."""
     worker_count = workers if workers is not None else workers_of_pool(api.get("pools", pool))
     shown = explain_hosts(worker_count, warm=warm, rate=rate)
     return CommandAnswer(shown, f"{shown['wanted']} hosts are wanted: {shown['reason']}")
 
 
 def workers_of_pool(shown: dict[str, Any]) -> int:
-    """How many workers a pool has in use, and has or wants free."""
+    """Returns how many workers a pool has in use, and has or wants free."""
     return int(shown["in_use"]) + max(
         int(shown["wanted"]), int(shown["ready"]) + int(shown["starting"])
     )

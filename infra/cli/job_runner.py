@@ -158,7 +158,8 @@ def run(
 
 
 def _settings(url: str | None) -> Settings:
-    """Those of the environment, or of the local system; with this address of Valkey."""
+    """Reads the settings of the environment, or of the local system, with this address of
+    Valkey."""
     from infra.local.stack import known_settings
     from infra.settings import Settings, read_settings
 
@@ -168,7 +169,7 @@ def _settings(url: str | None) -> Settings:
 def _message_keys(
     settings: Settings, application: str, given: Path | None
 ) -> tuple[Keys, list[Path]]:
-    """The application's keys, and the files that hold them or what they are derived from.
+    """Returns the application's keys, and the files that hold them or what they are derived from.
 
     Raises `KeyFileMissing`, `KeyFileExposed` or `KeyFileCorrupt`.
     """

@@ -73,7 +73,8 @@ _HALTS = {"suspend": "1", "resume": None}
 
 
 def _settings(url: str | None) -> Settings:
-    """Those of the environment, or of the local system; with this address of Valkey."""
+    """Reads the settings of the environment, or of the local system, with this address of
+    Valkey."""
     from infra.local.stack import known_settings
     from infra.settings import Settings, read_settings
 
@@ -158,14 +159,14 @@ def _job_command(
 
 
 def _owner(user: str | None, application: str | None) -> str:
-    """Whose jobs a command is about, as `job_keys.tag_of` takes it."""
+    """Returns whose jobs a command is about, as `job_keys.tag_of` takes it."""
     if user and application:
         raise typer.BadParameter("--user or --application, not both")
     return job_keys.application_tag(application) if application else user or ""
 
 
 def _plain(seen: Any) -> Any:
-    """One snapshot, or a list of them, as JSON has it."""
+    """Returns one snapshot, or a list of them, as JSON has it."""
     return [asdict(snapshot) for snapshot in seen] if isinstance(seen, list) else asdict(seen)
 
 
@@ -279,8 +280,8 @@ def requeue(
 def cancel(
     jobs: JobInspector, job: Annotated[str, typer.Argument(help="Its id.")]
 ) -> CommandAnswer:
-    """Cancel a job: a waiting one at once,
-    a running one by ending its process. A failed one is removed."""
+    """Cancel a job: a waiting one at once, a running one by ending its process. A failed one is
+    removed."""
     sentences = {
         "cancelled": "cancelled",
         "asked": "its runner was asked to end it",

@@ -31,7 +31,7 @@ from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import BerthError
 
 #: Free workers of all pools. Only forged ones are more.
-MOST_READY = 20_000
+MAX_READY_WORKERS = 20_000
 #: Seconds within which a new version is copied to all hosts.
 COPY_TIME = 60.0
 #: Seconds after the end of a worker for which the version that it used counts: its calls in the
@@ -87,7 +87,8 @@ def account_name() -> str:
 
 
 def rotate(settings: Settings, key: KeyName, keep: int, *, local: bool) -> CommandAnswer:
-    """`local`: of a running `berth up`. `keep`: of Temporal's keys, the newest; 0: all."""
+    """Rotates a key; with `local`, one of a running `berth up`. Of Temporal's keys it keeps the
+    newest `keep`; all if that is 0."""
     subject = f"secret:{key}"
     if key is KeyName.MASTER:
         note_act(settings, "key.rotation_requested", subject)
@@ -188,8 +189,8 @@ def _file_of(key: KeyName, settings: Settings) -> Path:
 
 
 async def _needed_by(settings: Settings, key: KeyName, made_at: int) -> int:
-    """Who used the version before:
-    what was made before the present one was, or was on all hosts."""
+    """Counts what needs the version before: what was made before the present one was, or was on all
+    hosts."""
     async with (
         Database(settings.database_url, pool_size=1) as database,
         database.session(autocommit=True) as session,
@@ -201,9 +202,10 @@ async def _needed_by(settings: Settings, key: KeyName, made_at: int) -> int:
             async with connect_valkey(settings.valkey_url, max_connections=1) as client:
                 for pool in await launches.pools_launched_for(session):
                     ready += map(
-                        text_of, await reply_of(client.zrange(keys.pool_ready(pool), 0, MOST_READY))
+                        text_of,
+                        await reply_of(client.zrange(keys.pool_ready(pool), 0, MAX_READY_WORKERS)),
                     )
-                    if len(ready) > MOST_READY:
+                    if len(ready) > MAX_READY_WORKERS:
                         raise BerthError(
                             "too many free workers: the pool removes what is none; try again then"
                         )

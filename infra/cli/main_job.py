@@ -61,7 +61,8 @@ def _read_key(path: Path) -> str:
 
 
 def _ensure_user(api_url: str, keys: Path) -> str:
-    """The demo user's key. A key is shown only once: without the kept one another is made."""
+    """Returns the demo user's key. A key is shown only once: without the kept one another is
+    made."""
     kept = keys / "demo.key"
     if kept.exists():
         api_key = _read_key(kept)

@@ -50,7 +50,7 @@ END_HELP = "To the end of this day of the home markets, or to a time with its zo
 
 
 def command_group(help: str) -> typer.Typer:
-    """A group of commands. One that is alone in it is a subcommand, too."""
+    """Makes a group of commands. One that is alone in it is a subcommand, too."""
     group = typer.Typer(help=help, no_args_is_help=True)
     group.callback()(lambda: None)
     return group
@@ -113,8 +113,8 @@ def list_answer(
     value: Any = None,
     **cells: Callable[[Mapping[str, Any]], object],
 ) -> CommandAnswer:
-    """A table of rows (`tables.row_table`), or the sentence `none`. `value`: for --json instead of
-    rows."""
+    """Answers with a table of rows (`tables.row_table`), or the sentence `none`. `value` is for
+    --json instead of rows."""
 
     def draw() -> None:
         out = console()

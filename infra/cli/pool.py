@@ -56,8 +56,8 @@ def start(
     reason: Reason = "requested",
     json: Json = False,
 ) -> CommandAnswer:
-    """Start a rollout: first free workers,
-    then users when they are quiet. It rolls back by itself."""
+    """Start a rollout: first free workers, then users when they are quiet. It rolls back by
+    itself."""
     times = {"deadline_seconds": deadline, "quiet_seconds": quiet, "proof_seconds": proof}
     rollout: dict[str, Any] = {
         "version": version,
@@ -160,8 +160,8 @@ def resume(api: OperatorApi, pool: Pool = "default", reason: Reason = "requested
 
 
 def _policy_changes(**given: Any) -> dict[str, Any]:
-    """The options that were given, as the policy's fields.
-    Raises `typer.BadParameter` when there is none."""
+    """Returns the options that were given, as the policy's fields. Raises `typer.BadParameter` when
+    there is none."""
     changes = {name: value for name, value in given.items() if value is not None}
     if "windows" in changes:
         changes["windows"] = _read(changes["windows"])

@@ -52,8 +52,8 @@ class ApiAddress:
 
 
 def find_api(data: Path, url: str | None, key_path: Path | None) -> ApiAddress:
-    """The API that the options or the environment name,
-    else the running `berth up` of the data folder.
+    """Finds the API that the options or the environment name, else the running `berth up` of the
+    data folder.
 
     Raises `NoApi`.
     """
@@ -79,7 +79,8 @@ class OperatorApi:
         self._address = address
 
     def local_data(self) -> Path:
-        """The data folder of the local system. Raises `NoApi` when the API is another one."""
+        """Returns the data folder of the local system. Raises `NoApi` when the API is another
+        one."""
         if self._address.data is None:
             raise NoApi("the paper exchange is a part of the local system: leave out --url")
         return self._address.data
@@ -90,7 +91,8 @@ class OperatorApi:
     def rows(
         self, *path: str, name: str, limit: int, **query: Any
     ) -> tuple[list[dict[str, Any]], bool]:
-        """At most `limit` rows of the list `name`, read in pages; and whether there are more."""
+        """Returns at most `limit` rows of the list `name`, read in pages; and whether there are
+        more."""
         rows: list[dict[str, Any]] = []
         cursor = None
         while len(rows) < limit:
@@ -104,7 +106,8 @@ class OperatorApi:
         return rows, bool(cursor)
 
     def post(self, /, *path: str, wait: float | None = None, **given: Any) -> ApiReply:
-        """`wait`: seconds that the API itself may wait for the outcome; the rest is the body."""
+        """Sends a POST. `wait` is the seconds that the API itself may wait for the outcome; the
+        rest is the body."""
         body = {name: value for name, value in given.items() if value is not None}
         return self.client.request("POST", url_path(*path), body=body, wait=wait)
 
@@ -118,14 +121,14 @@ class OperatorApi:
         return self.client.request("DELETE", url_path(*path), query=query)
 
     def events(self, *path: str, after: int) -> Iterator[StreamEvent[dict[str, Any]]]:
-        """Each event behind the id `after`, endlessly."""
+        """Yields each event behind the id `after`, endlessly."""
         return self.client.follow(url_path(*path), after)
 
 
 @contextmanager
 def open_api(address: ApiAddress) -> Iterator[OperatorApi]:
-    """Inside, what goes wrong is raised as `ApiRefused`,
-    a sentence for people. Raises as `key` does, too."""
+    """Opens the API. Inside, what goes wrong is raised as `ApiRefused`, a sentence for people.
+    Raises as `key` does, too."""
     try:
         client = BerthClient(address.url, address.key())
     except ValueError as error:

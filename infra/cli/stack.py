@@ -63,7 +63,7 @@ class StackConsole(Console):
             super().print(*objects, **options)
 
     def on_broken_pipe(self) -> None:
-        """rich would end the program."""
+        """Overrides rich, which would end the program."""
 
 
 class ProgressView:
@@ -279,7 +279,7 @@ def show_addresses(console: Console, stack: LocalStack, result: MainJobResult | 
 
 
 #: Seconds; enough for a graceful stop of workers (10 s, all at once) and servers.
-STOP_PATIENCE = 60.0
+STOP_TIMEOUT_S = 60.0
 
 
 def run_down(data: Path, *, quiet: bool) -> int:
@@ -302,11 +302,11 @@ def run_down(data: Path, *, quiet: bool) -> int:
 
 def _stop_holder(pid: int, data: Path) -> int:
     os.kill(pid, signal.SIGTERM)
-    deadline = time.monotonic() + STOP_PATIENCE
+    deadline = time.monotonic() + STOP_TIMEOUT_S
     while stack.pid_of_holder(data) == pid:
         if time.monotonic() > deadline:
             typer.echo(
-                f"error: `berth up` (pid {pid}) still runs after {STOP_PATIENCE:.0f} s", err=True
+                f"error: `berth up` (pid {pid}) still runs after {STOP_TIMEOUT_S:.0f} s", err=True
             )
             return 1
         time.sleep(0.05)

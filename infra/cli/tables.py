@@ -37,24 +37,25 @@ _STYLES = {state: style for style, states in _STATES.items() for state in states
 
 
 def console() -> Console:
-    """A console on standard output; in a pipe its lines are wide enough for any row."""
+    """Returns a console on standard output; in a pipe its lines are wide enough for any row."""
     out = Console(highlight=False)
     return out if out.is_terminal else Console(highlight=False, width=_WIDE)
 
 
 def plain(value: object) -> str:
-    """Text from a worker or broker without control characters, which a terminal would obey."""
+    """Returns text from a worker or broker without control characters, which a terminal would
+    obey."""
     text = "" if value is None else str(value)
     return "".join(sign if sign.isprintable() else " " for sign in text)
 
 
 def person(actor: str) -> str:
-    """Who did something: the label of the API key, without its id; or the part of Berth."""
+    """Says who did something: the label of the API key, without its id; or the part of Berth."""
     return plain(actor.partition(" (key:")[0])
 
 
 def clock(value: str | None) -> str:
-    """A time of the API in UTC, to the second."""
+    """Returns a time of the API in UTC, to the second."""
     if not value:
         return "-"
     try:
@@ -64,12 +65,13 @@ def clock(value: str | None) -> str:
 
 
 def state_text(name: object) -> Text:
-    """A state in its colour."""
+    """Returns a state in its colour."""
     return Text(plain(name) or "-", style=_STYLES.get(plain(name), ""))
 
 
 def table(out: Console, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> Table:
-    """A table, with lines on a terminal only. A cell that is no `Text` is shown by `plain`."""
+    """Makes a table, with lines on a terminal only. A cell that is no `Text` is shown by
+    `plain`."""
     made = Table(*columns, box=box.SIMPLE_HEAD if out.is_terminal else None, pad_edge=False)
     for row in rows:
         made.add_row(*map(_cell, row))
@@ -82,8 +84,9 @@ def row_table(
     columns: str,
     **cells: Callable[[Mapping[str, Any]], object],
 ) -> Table:
-    """`columns`: `heading: field` of each, or only the field; `cells`: fields that a function makes
-    of a row. Fields named `at` and `…_at` are times of the API, `actor` is a person."""
+    """Makes a table of rows. `columns` has `heading: field` of each, or only the field; `cells` has
+    the fields that a function makes of a row. Fields named `at` and `…_at` are times of the API,
+    `actor` is a person."""
     parts = [column.partition(":") for column in columns.split(",")]
     fields = [(field or name).strip() for name, _, field in parts]
 
@@ -108,7 +111,7 @@ def _cell(value: object) -> Text:
 
 
 def _details(rows: Iterable[tuple[str, object]]) -> Table:
-    """Names and values, one pair a line, without those whose value is empty."""
+    """Shows names and values, one pair a line, without those whose value is empty."""
     made = Table.grid(padding=(0, 2))
     for name, value in rows:
         if shown := _cell(value):
@@ -192,7 +195,8 @@ def show_pool(out: Console, shown: Mapping[str, Any]) -> None:
 
 
 def explain_pool(shown: Mapping[str, Any]) -> list[str]:
-    """Sentences: how many workers are wanted and why, when that changes, and what prevents it."""
+    """Explains in sentences how many workers are wanted and why, when that changes, and what
+    prevents it."""
     lines = [f"pool {plain(shown['pool'])} wants {shown['wanted']} free workers:"]
     lines += [f"  {plain(reason)}" for reason in shown["reasons"]]
     if shown["changes_at"]:
@@ -349,7 +353,7 @@ def _clock_of_day(milliseconds: int) -> str:
 
 
 def _ago(milliseconds: int) -> str:
-    """How long ago that was, by this machine's clock."""
+    """Says how long ago that was, by this machine's clock."""
     if not milliseconds:
         return "-"
     seconds = max(0, round(time.time() - milliseconds / 1000))

@@ -247,7 +247,7 @@ def replace(
 
 
 def _ticket(kind: str, **given: Any) -> Any:
-    """A ticket of the client; without an id it makes one. Raises `typer.BadParameter`."""
+    """Makes a ticket of the client; without an id it makes one. Raises `typer.BadParameter`."""
     try:
         fields = {name: value for name, value in given.items() if value is not None}
         return msgspec.convert(fields, getattr(models, kind))
@@ -291,8 +291,8 @@ def attention(
         bool, typer.Option("--unknown", help="Also those about which Berth still asks the broker.")
     ] = False,
 ) -> CommandAnswer:
-    """Orders whose outcome only a person can find out, the longest waiting first, and what comes
-    next."""
+    """List orders whose outcome only an operator can find out, the longest waiting first, and what
+    comes next."""
     rows, has_more = api.rows("attention", name="orders", limit=limit, unknown=unknown or None)
     columns = "order: id, user: user_id, account: account_id, what, known: known_state"
     return list_answer(
@@ -332,8 +332,8 @@ def resolve(
 
 @api_command(app)
 def differences(api: OperatorApi, limit: Limit = 100) -> CommandAnswer:
-    """Where our books and the broker's differ, the oldest first; `blocks`: the account takes no
-    orders."""
+    """List where our books and the broker's differ, the oldest first; `blocks`: the account takes
+    no orders."""
     rows: list[dict[str, Any]] = []
     has_more = True
     while has_more and len(rows) < limit:

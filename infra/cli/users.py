@@ -109,7 +109,7 @@ def add(
 
 @api_command(users_app)
 def disable(api: OperatorApi, user: OfUser, reason: Reason = "requested") -> CommandAnswer:
-    """Refuse its keys, alerts and all new orders for it, and end its worker.
+    """Refuse their keys, signals and all new orders for them, and end their worker.
 
     Open orders stay at the broker: cancel them with `berth orders cancel`.
     """

@@ -61,7 +61,8 @@ def show(api: OperatorApi, user: OfUser) -> CommandAnswer:
 
 
 def _outcome(reply: ApiReply, done: str, asked: str, *, wait: float) -> CommandAnswer:
-    """The outcome of a request; exit code 1 when the caller waited and it was not done in time."""
+    """Returns the outcome of a request; exit code 1 when the caller waited and it was not done in
+    time."""
     if reply.done or not wait:
         return CommandAnswer(reply.body, done if reply.done else asked)
     warning = f"not done within {wait:g} s; it continues: see `berth worker show`"

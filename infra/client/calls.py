@@ -25,7 +25,7 @@ from .events import Subscription
 #: Seconds to connect, and for an answer on top of what the API itself may wait.
 CONNECT, ANSWER = 5.0, 10.0
 #: Seconds that the API waits for an outcome when a call does not say: its own default.
-USUAL_WAIT = 10.0
+DEFAULT_WAIT_S = 10.0
 #: Seconds within which an outcome is asked for again.
 OUTCOME_TIMEOUT_S = 60.0
 #: Seconds before a call is repeated the first time, doubled with each repeat, and at most.
@@ -47,7 +47,7 @@ class ApiRequest:
     wait: float = 0.0
 
     def options(self) -> dict[str, Any]:
-        """Arguments of `httpx.Client.request`."""
+        """Returns the arguments of `httpx.Client.request`."""
         options: dict[str, Any] = {
             "method": self.method,
             "url": self.path,
@@ -74,7 +74,7 @@ class ApiReply:
 
 
 def url_path(*parts: str) -> str:
-    """A path of these parts; none of them can leave its place."""
+    """Returns a path of these parts; none of them can leave its place."""
     # httpx would resolve a part that is `.` or `..`, but not its escaped form.
     return "".join(
         f"/{quote(part, safe='') if part.strip('.') else '%2E' * len(part)}" for part in parts
@@ -107,7 +107,7 @@ def request(
     body: object = None,
     wait: float | None = None,
 ) -> Call[ApiReply]:
-    """Any operation of the API, by its path behind `/v1`; the reply's body is decoded JSON.
+    """Calls any operation of the API, by its path behind `/v1`; the reply's body is decoded JSON.
 
     `wait`: seconds that the API may wait for the outcome. Sent once. Raises `ApiError`,
     `Unreachable`, `UnexpectedAnswer`.
@@ -138,7 +138,7 @@ def create_user(
 
 
 def get_own_key() -> Call[models.KeySnapshot]:
-    """The API key that this client uses: what it may do, from where, and until when.
+    """Returns the API key that this client uses: what it may do, from where, and until when.
 
     Raises `ApiError`, `Unreachable`.
     """
@@ -148,7 +148,7 @@ def get_own_key() -> Call[models.KeySnapshot]:
 def list_api_keys(
     user_id: str | None = None, *, revoked: bool = False, cursor: uuid.UUID | None = None
 ) -> Call[models.KeyPage]:
-    """API keys, the latest first: a user's own ones, for administrators all. Needs the scope
+    """Lists API keys, the latest first: a user's own ones, for administrators all. Needs the scope
     `keys`.
 
     Raises `ApiError`, `Unreachable`.
@@ -229,20 +229,21 @@ def store_credentials(
 
 
 def get_positions(user_id: str, account_id: str) -> Call[models.AccountPositions]:
-    """The open positions of an account, as the broker reports them. Raises `ApiError`,
+    """Returns the open positions of an account, as the broker reports them. Raises `ApiError`,
     `Unreachable`."""
     path = url_path("users", user_id, "accounts", account_id, "positions")
     return _get(models.AccountPositions, path, wait=20.0)
 
 
 def get_balance(user_id: str, account_id: str) -> Call[models.AccountBalance]:
-    """The money of an account, as the broker reports it. Raises `ApiError`, `Unreachable`."""
+    """Returns the money of an account, as the broker reports it. Raises `ApiError`,
+    `Unreachable`."""
     path = url_path("users", user_id, "accounts", account_id, "balance")
     return _get(models.AccountBalance, path, wait=20.0)
 
 
 def get_instrument(broker: str, code: str) -> Call[models.ListedInstrument]:
-    """An instrument that a broker lists, or listed of late. Raises `ApiError`
+    """Returns an instrument that a broker lists, or listed of late. Raises `ApiError`
     (`INSTRUMENT_NOT_FOUND`), `Unreachable`."""
     return _get(models.ListedInstrument, url_path("instruments", broker, code))
 
@@ -256,7 +257,7 @@ def list_instruments(
     after: str = "",
     limit: int = 100,
 ) -> Call[models.InstrumentListPage]:
-    """A page of instruments, by broker and code: at most `limit` (1 to 1000) behind `after`.
+    """Lists a page of instruments, by broker and code: at most `limit` (1 to 1000) behind `after`.
 
     `query`: the beginning of a code or a part of a name. Raises `ApiError`, `Unreachable`.
     """
@@ -341,7 +342,7 @@ def _settle_order(
         path=path,
         query={"wait": wait},
         body=body,
-        wait=USUAL_WAIT if wait is None else wait,
+        wait=DEFAULT_WAIT_S if wait is None else wait,
     )
     until = time.monotonic() + patience
     pause = FIRST_PAUSE
@@ -382,7 +383,8 @@ def _settle_order(
 
 
 def get_order(order_id: str) -> Call[models.OrderHistory]:
-    """An order and the steps of its life. Raises `ApiError` (`ORDER_NOT_FOUND`), `Unreachable`."""
+    """Returns an order and the steps of its life. Raises `ApiError` (`ORDER_NOT_FOUND`),
+    `Unreachable`."""
     return _get(models.OrderHistory, url_path("orders", order_id))
 
 
@@ -398,7 +400,7 @@ def list_orders(
     cursor: str | None = None,
     limit: int = 100,
 ) -> Call[models.OrderListPage]:
-    """A page of orders, the newest first: at most `limit` (1 to 500) behind `cursor`.
+    """Lists a page of orders, the newest first: at most `limit` (1 to 500) behind `cursor`.
 
     `state`: any of these, or `open` and `final`. `since` and `until`: accepted at or after the one,
     and before the other; a time has a zone, and a date is a day of the API's home zone, of
@@ -415,7 +417,7 @@ def _iso(at: datetime | date | None) -> str | None:
 
 
 def get_worker(user_id: str) -> Call[models.WorkerSnapshot]:
-    """The user's worker from both sides. Raises `ApiError`, `Unreachable`."""
+    """Returns the user's worker from both sides. Raises `ApiError`, `Unreachable`."""
     return _get(models.WorkerSnapshot, url_path("users", user_id, "worker"))
 
 
@@ -468,6 +470,6 @@ def follow_worker(
 
 
 def follow(path: str, after: int | None = None) -> Subscription[Any]:
-    """Any event stream of the API, by its path behind `/v1`; data are decoded JSON. As
-    `follow_orders`."""
+    """Follows any event stream of the API, by its path behind `/v1`, as `follow_orders` does; data
+    are decoded JSON."""
     return Subscription(path, None, after)

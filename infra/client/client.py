@@ -1,5 +1,5 @@
-"""The two clients: `BerthClient` blocks,
-`AsyncBerthClient` is for asyncio. They have the same methods.
+"""The two clients: `BerthClient` blocks, `AsyncBerthClient` is for asyncio. They have the same
+methods.
 
     with BerthClient("http://127.0.0.1:8000", api_key) as berth:
         ticket = OrderTicket(
@@ -91,8 +91,8 @@ class BerthClient:
     def __init__(
         self, url: str, api_key: str, *, transport: httpx.BaseTransport | None = None
     ) -> None:
-        """`url`: the API's address, without `/v1`.
-        `transport`: an `httpx.HTTPTransport` with your own TLS.
+        """Connects to `url`, the API's address without `/v1`. `transport` is an
+        `httpx.HTTPTransport` with your own TLS.
 
         Raises `ValueError` for a URL or a key that is not one.
         """
@@ -179,7 +179,7 @@ class AsyncBerthClient:
     def __init__(
         self, url: str, api_key: str, *, transport: httpx.AsyncBaseTransport | None = None
     ) -> None:
-        """`transport`: an `httpx.AsyncHTTPTransport`; otherwise as `BerthClient`."""
+        """Connects as `BerthClient` does; `transport` is an `httpx.AsyncHTTPTransport`."""
         self.url = url.rstrip("/")
         self._http = httpx.AsyncClient(**_settings(url, api_key), transport=transport)
 

@@ -86,7 +86,7 @@ class ApiError(BerthClientError):
 
     @classmethod
     def of(cls, answer: httpx.Response) -> ApiError:
-        """The error that an answer of 400 and above stands for."""
+        """Returns the error that an answer of 400 and above stands for."""
         try:
             problem = msgspec.json.decode(answer.content, type=ProblemDetails)
         except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -117,8 +117,8 @@ class OutcomeUnsettled(BerthClientError):
 
 
 def decode_answer(answer: httpx.Response, kind: Any) -> Any:
-    """The body of a successful answer as `kind`, None for a 204; with `Any` a file or the metrics
-    are a text.
+    """Returns the body of a successful answer as `kind`, None for a 204; with `Any` a file or the
+    metrics are a text.
 
     Raises `ApiError`, `UnexpectedAnswer`.
     """

@@ -77,8 +77,8 @@ class Subscription(Generic[T]):
     """Where a stream is: which events have come, and when to open it again."""
 
     def __init__(self, path: str, kinds: Mapping[str, Any] | None, after: int | None) -> None:
-        """`kinds`: type of the data by name of the event;
-        other events are passed over. None: JSON of any."""
+        """Takes `kinds`, the type of the data by name of the event; passes over other events. None:
+        JSON of any."""
         self._path = path
         self._kinds = kinds
         self._after = after
@@ -87,7 +87,8 @@ class Subscription(Generic[T]):
         self._failures = 0
 
     def options(self) -> dict[str, Any]:
-        """Arguments of `httpx.Client.stream`, to open the stream behind the last event."""
+        """Returns the arguments of `httpx.Client.stream`, to open the stream behind the last
+        event."""
         return {
             "method": "GET",
             "url": self._path,
@@ -107,7 +108,7 @@ class Subscription(Generic[T]):
         self._failures = 0
 
     def events_of(self, chunk: bytes) -> list[StreamEvent[T]]:
-        """The events that this piece of the answer completes. Raises `UnexpectedAnswer`.
+        """Returns the events that this piece of the answer completes. Raises `UnexpectedAnswer`.
 
         The stream continues behind the last one,
         so they are all handed out before the next piece is read.
@@ -127,8 +128,8 @@ class Subscription(Generic[T]):
         return events
 
     def pause(self, failure: BerthClientError | None) -> float:
-        """Seconds until the stream is opened again; None:
-        it ended. Raises a failure that does not pass."""
+        """Returns the seconds until the stream is opened again; None if it ended. Raises a failure
+        that does not pass."""
         requested_pause = 0.0
         if failure is not None:
             passes = isinstance(failure, Unreachable)

@@ -41,7 +41,7 @@ OrderState = Literal[
 
 
 def make_id() -> str:
-    """An id that nobody else makes."""
+    """Returns an id that nobody else makes."""
     return uuid.uuid4().hex
 
 

@@ -57,7 +57,7 @@ def unix(path: str) -> bool:
 
 
 async def is_polling(settings: Settings, queue: str, host: str) -> bool:
-    """Whether a worker of `host` has polled `queue` for workflow tasks recently. Raises
+    """Returns True if a worker of `host` has polled `queue` for workflow tasks recently. Raises
     `BerthError`."""
     import asyncio
     import time
@@ -91,7 +91,8 @@ def poller(queue: str) -> bool:
 
 
 def is_registered(url: str, name: str, host: str, within: float, tag: str = "jobs") -> bool:
-    """Whether a job runner of `host` was seen in the last `within` seconds, by Valkey's clock.
+    """Returns True if a job runner of `host` was seen in the last `within` seconds, by Valkey's
+    clock.
 
     `tag`: of the jobs that it runs, the fleet's or an application's.
     """

@@ -25,7 +25,7 @@ ADDED = {"berth_owner_password", "berth_database_owner_url"}
 
 
 def contents(berth: str, temporal: str, valkey: str, superuser: str, owner: str) -> dict[str, str]:
-    """File name → content, from the five passwords."""
+    """Returns the content of each file by its name, from the five passwords."""
     return {
         "postgres_password": superuser,
         "berth_database_password": berth,
@@ -67,8 +67,8 @@ def write(folder: Path) -> list[Path]:
 
 
 def open_mounted(folder: Path) -> None:
-    """Lets the containers' users read what they mount,
-    whatever the clone's umask was. Raises OSError."""
+    """Lets the containers' users read what they mount, whatever the clone's umask was. Raises
+    OSError."""
     for path in folder.iterdir():
         if path.suffix in (".sh", ".yaml", ".conf"):
             path.chmod(path.stat().st_mode | 0o044)

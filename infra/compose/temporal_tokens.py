@@ -33,8 +33,8 @@ LIFETIME = 180 * 86_400
 
 
 def worker_permissions(namespace: str) -> tuple[str, ...]:
-    """What the API and the orchestrators need:
-    to start, signal and serve workflows; no administration."""
+    """Returns what the API and the orchestrators need: to start, signal and serve workflows; no
+    administration."""
     return (f"{namespace}:write",)
 
 
@@ -65,7 +65,7 @@ def _end_of(path: Path) -> int:
 
 
 def _public(key: ec.EllipticCurvePublicKey, key_id: str) -> dict[str, str]:
-    """RFC 7517."""
+    """Returns the public key as RFC 7517 says."""
     numbers = key.public_numbers()
     x, y = (_base64(number.to_bytes(_COORDINATE, "big")) for number in (numbers.x, numbers.y))
     return {
@@ -82,7 +82,8 @@ def _public(key: ec.EllipticCurvePublicKey, key_id: str) -> dict[str, str]:
 def _token(
     key: ec.EllipticCurvePrivateKey, key_id: str, *, subject: str, permissions: Sequence[str]
 ) -> str:
-    """RFC 7519, signed as RFC 7518 says (3.4): both numbers of the signature, 32 bytes each."""
+    """Makes a token (RFC 7519), signed as RFC 7518 says (3.4): both numbers of the signature, 32
+    bytes each."""
     head = {"alg": "ES256", "typ": "JWT", "kid": key_id}
     now = int(time.time())
     claims = {"sub": subject, "iat": now, "exp": now + LIFETIME, "permissions": list(permissions)}

@@ -241,8 +241,8 @@ async def record_logins(
 async def split_rejected(
     session: AsyncSession, stored: Sequence[StoredCredentials], *, starts: bool
 ) -> tuple[list[StoredCredentials], LoginRejected | None]:
-    """The accounts that may log in, and why the others may not. `starts`: a session that has none
-    yet starts without those, so their orders are refused from now on."""
+    """Returns the accounts that may log in, and why the others may not. With `starts`, a session
+    that has none yet starts without those, so their orders are refused from now on."""
     out = [
         credentials
         for credentials in stored
@@ -278,13 +278,14 @@ async def retry_login(
 
 
 async def serving_epoch(session: AsyncSession, user_id: str) -> int:
-    """The epoch of the user's worker, or 0 if none runs."""
+    """Returns the epoch of the user's worker, or 0 if none runs."""
     serving = select(func.max(WorkerSession.epoch)).filter_by(user_id=user_id, ended_at=None)
     return int(await session.scalar(serving) or 0)
 
 
 def login_of(stored: StoredCredentials, epoch: int) -> dict[str, str]:
-    """How an account's login stands, and what is wrong. `epoch`: of the user's worker, or 0."""
+    """Returns how an account's login stands, and what is wrong. `epoch` is that of the user's
+    worker, or 0."""
     account, state, code = stored.account, LoginState.IDLE, ""
     rejected = account.rejected_version == stored.version
     reported = account.login_epoch == epoch > 0

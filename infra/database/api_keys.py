@@ -1,5 +1,5 @@
-"""API keys: made, found by their token, listed,
-rotated and revoked. Only the hash of a token is stored.
+"""API keys: made, found by their token, listed, rotated and revoked. Only the hash of a token is
+stored.
 
 A session of the fleet page is a key, too: it ends by itself, and with the key that logged in.
 """
@@ -193,7 +193,7 @@ async def find_api_key(session: AsyncSession, token: str) -> ApiKey | None:
 
 
 async def find_owner(session: AsyncSession, key: ApiKey) -> ApiKey | None:
-    """The key itself, or of a session the key that logged in, if that is still valid."""
+    """Returns the key itself, or for a session the key that logged in, if that is still valid."""
     if key.session_of is None:
         return key
     return await session.scalar(select(ApiKey).where(ApiKey.id == key.session_of, _VALID))
@@ -317,14 +317,14 @@ async def keys_made_by(session: AsyncSession, key_id: uuid.UUID) -> list[ApiKey]
 
 
 async def revoked_among(session: AsyncSession, key_ids: Collection[str]) -> set[str]:
-    """Those of these keys that have ended or are unknown."""
+    """Returns those of these keys that have ended or are unknown."""
     query = select(ApiKey.id).where(ApiKey.id.in_([uuid.UUID(key_id) for key_id in key_ids]))
     valid = await session.scalars(query.where(_VALID))
     return set(key_ids) - {str(key_id) for key_id in valid}
 
 
 async def count_made_before(session: AsyncSession, at: float) -> int:
-    """Valid API keys and webhooks that were made before this Unix time."""
+    """Counts valid API keys and webhooks that were made before this Unix time."""
     before = func.to_timestamp(at)
     kept = select(func.count()).select_from(ApiKey).where(_VALID, ApiKey.created_at < before)
     hooks = select(func.count()).select_from(Webhook)

@@ -19,7 +19,8 @@ def append_entry(session: AsyncSession, actor: str, action: str, subject: str, *
 async def append_entry_once(
     session: AsyncSession, actor: str, action: str, subject: str, *, id: str, **data: Any
 ) -> None:
-    """Like `append_entry`, but adds nothing if there is an entry with the same `id`."""
+    """Appends an entry like `append_entry`, but adds nothing if there is an entry with the same
+    `id`."""
     known = select(AuditEntry.id).where(
         AuditEntry.subject == subject,
         AuditEntry.action == action,
@@ -32,8 +33,8 @@ async def append_entry_once(
 async def append_entry_up_to(
     session: AsyncSession, limit: int, actor: str, action: str, subject: str, **data: Any
 ) -> None:
-    """Like `append_entry`, but adds nothing once there
-    are `limit` entries of this action for the subject."""
+    """Appends an entry like `append_entry`, but adds nothing once there are `limit` entries of this
+    action for the subject."""
     same = select(AuditEntry.id).where(AuditEntry.subject == subject, AuditEntry.action == action)
     known = await session.scalar(select(func.count()).select_from(same.limit(limit).subquery()))
     if (known or 0) < limit:
@@ -72,6 +73,6 @@ async def list_entries(
 
 
 def person_of(actor: str) -> str:
-    """An entry's actor for people:
-    the label of the API key without its id, or the part of Berth."""
+    """Returns an entry's actor for people: the label of the API key without its id, or the part of
+    Berth."""
     return actor.partition(" (key:")[0]

@@ -231,8 +231,8 @@ async def resolve_match(
 
 
 async def _join(session: AsyncSession, match: PersonMatch) -> int:
-    """The number of the budget that both users get:
-    the oldest one that either has for this person."""
+    """Returns the number of the budget that both users get: the oldest one that either has for this
+    person."""
     neighbours = await session.scalars(
         select(PersonMatch.shared_budget)
         .where(or_(_is_of(match.first_user), _is_of(match.second_user)))
@@ -246,7 +246,7 @@ async def _join(session: AsyncSession, match: PersonMatch) -> int:
 
 
 async def forget_matches(session: AsyncSession, user_id: str) -> None:
-    """Called when the user is removed for good."""
+    """Deletes a user's matches when the user is removed for good."""
     await session.execute(delete(PersonMatch).where(_is_of(user_id)))
 
 

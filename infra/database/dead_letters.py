@@ -63,8 +63,8 @@ log = structlog.get_logger()
 
 
 def fails_for_good(error: Exception) -> bool:
-    """Whether handling the same message again meets the same error; False for an outage, which
-    passes."""
+    """Returns True if handling the same message again meets the same error; False for an outage,
+    which passes."""
     if isinstance(error, BerthError):
         return not error.retryable
     if isinstance(error, RedisError | OSError | TimeoutError) or outage_of(error) is not None:
@@ -82,8 +82,8 @@ class TryCounter:
         self._tries = 0
 
     def gives_up(self, error: Exception) -> bool:
-        """Whether to handle the batch one by one now, and to give up a message that alone meets the
-        error."""
+        """Returns True if the caller has to handle the batch one by one now, and to give up a
+        message that alone meets the error."""
         if fails_for_good(error):
             return True
         state = sqlstate_of(error)
@@ -93,12 +93,12 @@ class TryCounter:
         return self._tries >= self._most
 
     def handled(self) -> None:
-        """The batch is done."""
+        """Records that the batch is done."""
         self._tries = 0
 
 
 def sqlstate_of(error: Exception) -> str:
-    """PostgreSQL's code of an error, with and without a session; '' if it has none."""
+    """Returns PostgreSQL's code of an error, with and without a session; '' if it has none."""
     return str(getattr(getattr(error, "orig", error), "sqlstate", None) or "")
 
 
@@ -158,7 +158,7 @@ class DeadLetterNotFound(BerthError, code="DEAD_LETTER_NOT_FOUND", status=404):
 
 
 def reason_of(error: Exception) -> str:
-    """Why a message failed, without the values that drivers quote in their errors."""
+    """Returns why a message failed, without the values that drivers quote in their errors."""
     if isinstance(error, BerthError):
         return f"{error.code}: {error.detail}"
     return f"{type(getattr(error, 'orig', None) or error).__name__} {sqlstate_of(error)}".strip()
@@ -250,7 +250,7 @@ async def put_letter(session: AsyncSession, letter: DeadLetter, *, overflow: boo
 
 
 def _clean(text: str, length: int) -> str:
-    """What PostgreSQL takes: no NUL and no half of a surrogate pair."""
+    """Returns text that PostgreSQL takes: no NUL and no half of a surrogate pair."""
     return text.replace("\x00", "").encode("utf-8", "replace").decode()[:length]
 
 
@@ -262,8 +262,7 @@ async def list_letters(
     after: tuple[datetime, UUID] | None = None,
     limit: int,
 ) -> Sequence[DeadLetterRow]:
-    """A page of the open letters, the one that came last first. `after`: the end of the page
-    before."""
+    """Lists a page of the open letters, the newest first. `after` is the end of the page before."""
     query = select(Letter).where(Letter.closed_at.is_(None))
     if kind is not None:
         query = query.where(Letter.kind == kind)
@@ -309,7 +308,7 @@ async def close_letter(session: AsyncSession, letter: DeadLetterRow) -> None:
 
 
 async def count_letters(session: AsyncSession) -> dict[str, int]:
-    """The number of open letters by kind."""
+    """Counts the open letters by kind."""
     counts = (
         select(Letter.kind, func.count()).where(Letter.closed_at.is_(None)).group_by(Letter.kind)
     )

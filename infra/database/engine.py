@@ -102,8 +102,8 @@ def require_session(database_url: str) -> None:
 
 
 def parse_url(database_url: str) -> tuple[URL, dict[str, Any]]:
-    """The URL without libpq's `sslmode` and `sslrootcert`, and asyncpg's argument `ssl` in their
-    place.
+    """Returns the URL without libpq's `sslmode` and `sslrootcert`, and asyncpg's argument `ssl` in
+    their place.
 
     Also without our own `pooler`.
 
@@ -139,7 +139,7 @@ def connection_watch(url: str) -> ConnectionWatch:
 
 
 def _asyncpg_arguments(url: str) -> dict[str, Any]:
-    """asyncpg's arguments for an address in SQLAlchemy's words."""
+    """Returns asyncpg's arguments for an address in SQLAlchemy's words."""
     place, tls = parse_url(url)
     query: dict[str, Any] = dict(place.query)
     # SQLAlchemy's name of the setting; 0 behind a pooler that changes servers.
@@ -235,7 +235,7 @@ def _watch_engine(engine: AsyncEngine, watch: ConnectionWatch) -> None:
 
 @asynccontextmanager
 async def open_engine(url: str, **options: Any) -> AsyncIterator[AsyncEngine]:
-    """`create_engine`; its connections are closed behind the block."""
+    """Opens an engine by `create_engine`; closes its connections behind the block."""
     engine = create_engine(url, **options)
     try:
         yield engine
@@ -255,7 +255,8 @@ def outages_named() -> Iterator[None]:
 
 
 def is_outage(error: BaseException | None) -> bool:
-    """Whether the error means a lost or refused connection, and not an error of the statement.
+    """Returns True if the error means a lost or refused connection, and not an error of the
+    statement.
 
     These are SQLSTATE classes 08 (connection), 53 (out of resources) and 57P (shutting down,
     starting), and asyncpg's own error for a connection that ended.
@@ -413,7 +414,8 @@ class Database:
         *args: P.args,
         **named: P.kwargs,
     ) -> T:
-        """What a repository's function reads; each of its statements is a transaction of its own.
+        """Returns what a repository's function reads; each of its statements is a transaction of
+        its own.
 
         Raises as `session` does.
         """
@@ -426,7 +428,7 @@ class Database:
         *args: P.args,
         **named: P.kwargs,
     ) -> T:
-        """`fetch` for a function that only reads: repeated once if its connection had died
+        """Fetches by a function that only reads: repeated once if its connection had died
         silently."""
         began = time.monotonic()
         try:
@@ -442,7 +444,7 @@ class Database:
         *args: P.args,
         **named: P.kwargs,
     ) -> T:
-        """The same in one transaction, for a function that changes something."""
+        """Calls a function that changes something, in one transaction."""
         async with self.session() as session:
             return await function(session, *args, **named)
 

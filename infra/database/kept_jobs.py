@@ -169,7 +169,6 @@ async def check_now(session: AsyncSession, user_id: str, job_ids: Collection[str
 
 
 async def lease_due_jobs(session: AsyncSession, limit: int) -> Sequence[KeptJob]:
-    """Returns jobs that are due for a check; no other process gets them for
-    `CHECK_INTERVAL_S`."""
+    """Returns jobs that are due for a check; no other process gets them for `CHECK_INTERVAL_S`."""
     due = lease_due(KeptJob.check_at).returning(KeptJob)
     return (await session.scalars(due, {"most": limit, "lease": CHECK_INTERVAL_S})).all()

@@ -143,7 +143,7 @@ class ConnectionWatch:
         self._waits.pop(connection, None)
 
     def _check_waits(self) -> None:
-        """One timer serves all statements."""
+        """Checks all waiting statements: one timer serves them."""
         self._timer = None
         for connection in [known for known in self._waits if known.is_closed()]:
             del self._waits[connection]

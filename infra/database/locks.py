@@ -73,7 +73,7 @@ def lease_due(due_at: InstrumentedAttribute[Any]) -> Update:
 
 
 def seconds_from_now(seconds: Any) -> Any:
-    """A time by PostgreSQL's clock."""
+    """Returns a time by PostgreSQL's clock."""
     return func.clock_timestamp() + func.make_interval(0, 0, 0, 0, 0, 0, seconds)
 
 

@@ -57,7 +57,7 @@ def alembic_config(scripts: Path | None = None) -> Config:
 
 
 def newest_revision(scripts: Path | None = None) -> str:
-    """The schema of this release. Revisions are numbers of four digits."""
+    """Returns the schema of this release. Revisions are numbers of four digits."""
     return ScriptDirectory.from_config(alembic_config(scripts)).get_current_head() or ""
 
 
@@ -67,8 +67,8 @@ def _revision_of(connection: Connection) -> str:
 
 @contextmanager
 def without_transaction() -> Iterator[None]:
-    """For `create index concurrently` in a migration; what this migration did before is committed
-    first.
+    """Leaves the transaction for `create index concurrently` in a migration; commits first what
+    this migration did before.
 
     It is not undone if the migration fails, so its statements must bear a repeat: `drop index
     concurrently if exists` first, because an interrupted one leaves an index that is not valid.
@@ -135,8 +135,8 @@ _MISSING_ROLE = text(
 
 
 async def migrate_as_owner(settings: Settings) -> tuple[str, str]:
-    """`migrate` by the role that owns the tables (`database_owner_url`), if it is not that of the
-    services.
+    """Calls `migrate` as the role that owns the tables (`database_owner_url`), if it is not that of
+    the services.
 
     Makes that of the services, with the password in `database_url`, where it is missing.
     Raises what `migrate` raises.
@@ -161,7 +161,8 @@ async def migrate_as_owner(settings: Settings) -> tuple[str, str]:
 async def _upgraded(
     engine: AsyncEngine, scripts: Path | None, attempts: LockAttempts, number: int
 ) -> bool:
-    """False: a lock was not to be had, and what is left may be tried again."""
+    """Upgrades the schema; False if a lock was not to be had, and what is left may be tried
+    again."""
     async with engine.connect() as connection:
         revision = await connection.run_sync(_revision_of)
         if revision >= newest_revision(scripts):
@@ -214,7 +215,7 @@ class SchemaCheck:
             )
 
     async def passes(self) -> bool:
-        """One look. Raises `DatabaseUnavailable` for none."""
+        """Looks once at the schema. Raises `DatabaseUnavailable` if it cannot."""
         async with open_engine(self._url, pool_size=1) as engine:
             reason = await self._try(engine)
         if not self.ready and "berth migrate" not in reason:
@@ -236,7 +237,7 @@ class SchemaCheck:
         log.info("schema_ready")
 
     async def _try(self, engine: AsyncEngine) -> str:
-        """Why the schema is not ready; '' if it is."""
+        """Returns why the schema is not ready; '' if it is."""
         try:
             async with engine.connect() as connection:
                 revision = await connection.run_sync(_revision_of)

@@ -38,14 +38,16 @@ class Base(DeclarativeBase):
 
 
 def of_account() -> ForeignKeyConstraint:
-    """Rows that belong to a broker account, by `user_id` and `account_id`."""
+    """Makes the foreign key of rows that belong to a broker account, by `user_id` and
+    `account_id`."""
     return ForeignKeyConstraint(
         ["user_id", "account_id"], ["broker_accounts.user_id", "broker_accounts.account_id"]
     )
 
 
 def by_time(name: str, column: str) -> Index:
-    """For rows that lie in the order of this time: some bytes for a megabyte of them."""
+    """Makes an index for rows that lie in the order of this time: some bytes for a megabyte of
+    them."""
     return Index(name, column, postgresql_using="brin", postgresql_with={"autosummarize": "on"})
 
 

@@ -80,7 +80,8 @@ async def read_figures(
     *,
     limit: float = USER_LIMIT,
 ) -> dict[str, Any]:
-    """The figures of what began at or after `since` and before `until`: counts, lots, seconds.
+    """Returns the figures of what began at or after `since` and before `until`: counts, lots,
+    seconds.
 
     Raises `FiguresTooSlow` after `limit` seconds; the transaction can only be rolled back then.
     """
@@ -101,8 +102,8 @@ async def read_figures(
 
 
 def report_period(calendar: Calendar, day: date, end: timedelta) -> tuple[datetime, datetime]:
-    """From the end of the trading day before to the end of `day`, which is `end` after its
-    midnight."""
+    """Returns the period from the end of the trading day before to the end of `day`, which is `end`
+    after its midnight."""
     before = calendar.trading_day_before(day)
     since, until = (
         datetime.combine(end_day, datetime.min.time(), HOME_ZONE) + end for end_day in (before, day)
@@ -118,8 +119,8 @@ async def make_report(
     *,
     limit: float = REPORT_LIMIT,
 ) -> DailyReport:
-    """The report of a trading day that has ended. The first call stores it, and what it stored
-    stays.
+    """Makes the report of a trading day that has ended. The first call stores it, and what it
+    stored stays.
 
     Raises `FiguresTooSlow` after `limit` seconds.
     """
@@ -132,7 +133,7 @@ async def make_report(
 
 
 async def get_report(session: AsyncSession, day: date | None = None) -> DailyReport:
-    """The report of a day, or the latest one. Raises `ReportNotFound`."""
+    """Returns the report of a day, or the latest one. Raises `ReportNotFound`."""
     query = select(DailyReport).order_by(DailyReport.day.desc()).limit(1)
     report = await session.scalar(query if day is None else query.where(DailyReport.day == day))
     if report is None:
@@ -153,7 +154,7 @@ async def backfill_reports(
     before: date,
     end: timedelta,
 ) -> dict[str, Any] | None:
-    """One step of a startup task: makes the report of one trading day, if it had orders.
+    """Does one step of a startup task: makes the report of one trading day, if it had orders.
 
     The first step is about the trading day before `before`, each further one about the day before.
     None: it was the last one.
@@ -170,7 +171,7 @@ async def backfill_reports(
 
 
 def report_lines(figures: dict[str, Any]) -> list[tuple[str, str]]:
-    """The figures for people: names and values."""
+    """Returns the figures for people: names and values."""
     spread = "{count} times, p50 {p50:.3f}, p95 {p95:.3f}, p99 {p99:.3f}, max {max:.3f}"
     shown = {}
     for name in _SHOWN:

@@ -102,7 +102,7 @@ async def purge(database: Database, settings: Settings) -> dict[str, int]:
 
 
 async def purge_each_hour(database: Database, settings: Settings) -> None:
-    """A background loop."""
+    """Purges old rows each hour, in a background loop."""
     while True:
         try:
             if counts := await purge(database, settings):

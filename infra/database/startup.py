@@ -62,7 +62,7 @@ async def run_step(session: AsyncSession, task: StartupTask) -> bool:
 
 
 async def list_startup_tasks(session: AsyncSession) -> Sequence[StartupTaskRow]:
-    """All tasks that were ever begun, the oldest first."""
+    """Lists all tasks that were ever begun, the oldest first."""
     return (await session.scalars(select(StartupTaskRow).order_by(StartupTaskRow.began_at))).all()
 
 
@@ -85,7 +85,7 @@ select split_part(application_name, ' ', 3) as process,
 
 
 def holder_name(host: str, pid: int, now: float) -> str:
-    """The name of the connection of the primary."""
+    """Returns the name of the connection of the primary."""
     return f"{_NAME} {int(now)} {host[:30]}:{pid}"
 
 
@@ -103,7 +103,7 @@ async def prepare_holder(connection: AsyncConnection, name: str) -> None:
 
 
 async def read_holder(session: AsyncSession) -> PrimaryHolder:
-    """Who is the primary now, as PostgreSQL's locks tell."""
+    """Returns who is the primary now, as PostgreSQL's locks show."""
     holder = (await session.execute(_HOLDER)).one_or_none()
     if holder is None:
         return PrimaryHolder()

@@ -22,7 +22,7 @@ class UserNotFound(BerthError, code="USER_NOT_FOUND", status=404):
 
 
 class UserDisabled(BerthError, code="USER_DISABLED", status=403):
-    """The user is disabled: its API keys, alerts and new orders are refused."""
+    """The user is disabled: their API keys, signals and new orders are refused."""
 
 
 async def create_user(session: AsyncSession, user_id: str) -> User:
@@ -36,8 +36,8 @@ async def create_user(session: AsyncSession, user_id: str) -> User:
 
 
 async def get_user(session: AsyncSession, user_id: str, *, lock: bool = False) -> User:
-    """`lock`: until the transaction ends, nobody else changes it; rows that refer to
-    it may be written, or the recorder, which holds an account's, would wait for its
+    """Returns a user. With `lock`, nobody else changes the user until the transaction ends; rows
+    that refer to it may be written, or the recorder, which holds an account's, would wait for its
     user. Raises `UserNotFound`."""
     query = select(User).where(User.id == user_id, User.removed_at.is_(None))
     user = await session.scalar(query.with_for_update(key_share=True) if lock else query)
@@ -59,8 +59,8 @@ async def list_users(
     after: str | None,
     limit: int,
 ) -> Sequence[User]:
-    """The next `limit` users behind the id `after`, by id;
-    `disabled`: only those, or only the others."""
+    """Lists the next `limit` users behind the id `after`, by id; with `disabled`, only those, or
+    only the others."""
     query = select(User).where(User.removed_at.is_(None)).order_by(User.id).limit(limit)
     if prefix is not None:
         query = query.where(User.id.startswith(prefix, autoescape=True))
@@ -76,8 +76,8 @@ async def list_users(
 async def put_disabled(
     session: AsyncSession, user_id: str, disabled: bool, *, actor: str, reason: str
 ) -> User:
-    """Disables or enables a user, for all API processes;
-    a repeat keeps the time. Raises `UserNotFound`."""
+    """Disables or enables a user, for all API processes; a repeat keeps the time. Raises
+    `UserNotFound`."""
     user = await get_user(session, user_id, lock=True)
     user.disabled_at = (user.disabled_at or datetime.now(UTC)) if disabled else None
     action = "user.disabled" if disabled else "user.enabled"
@@ -122,7 +122,7 @@ async def put_addresses(
 
 
 def _has_address(*, email: bool, webhook: bool) -> ColumnElement[bool]:
-    """True in SQL for a user with an address of one of these kinds."""
+    """Returns the SQL that is true for a user with an address of one of these kinds."""
     columns = ((StatementAddress.email, email), (StatementAddress.webhook_url, webhook))
     return or_(false(), *(column.is_not(None) for column, is_asked in columns if is_asked))
 

@@ -79,7 +79,7 @@ async def _launcher(settings: Settings) -> None:
 
 
 async def _delivery(settings: Settings) -> None:
-    """The runner itself tries its mail server, as it will use it."""
+    """Lets the runner itself try its mail server, as it will use it."""
 
     def sends(queue: str) -> bool:  # a fleet of another tier needs no way to
         return not {"*", queue}.isdisjoint(settings.jobs_queues)
@@ -410,7 +410,7 @@ CHECKS = (
 
 
 def examine(settings: Settings, names: Sequence[str] = ()) -> list[CheckResult]:
-    """All checks, or those of these names, at the same time."""
+    """Runs all checks, or those of these names, at the same time."""
 
     async def run() -> list[CheckResult]:
         runs = [

@@ -1,5 +1,5 @@
-"""What `berth doctor` and the alerts measure,
-and from where on it is wrong. Each is measured in one way."""
+"""What `berth doctor` and the alerts measure, and from where on it is wrong. Each is measured in
+one way."""
 
 import os
 import resource
@@ -120,7 +120,7 @@ async def clock_offset(read: Callable[[], Awaitable[float]]) -> float:
 
 
 async def valkey_clock_offset(client: Redis) -> float:
-    """`clock_offset` of Valkey. Raises `RedisError`."""
+    """Measures `clock_offset` of Valkey. Raises `RedisError`."""
 
     async def read() -> float:
         return await read_clock(client) / 1000
@@ -131,7 +131,7 @@ async def valkey_clock_offset(client: Redis) -> float:
 
 
 async def database_clock_offset(connection: AsyncConnection | AsyncSession) -> float:
-    """`clock_offset` of PostgreSQL. Raises SQLAlchemy's errors."""
+    """Measures `clock_offset` of PostgreSQL. Raises SQLAlchemy's errors."""
 
     async def read() -> float:
         return float(await connection.scalar(_DATABASE_CLOCK) or 0.0)

@@ -1,5 +1,5 @@
-"""Tries the servers of the settings, with their logins,
-and the keys. Each process does so at its start."""
+"""Tries the servers of the settings, with their logins, and the keys. Each process does so at its
+start."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

@@ -121,8 +121,8 @@ async def _serve_bound(
 
 
 def add_account(words: list[str]) -> int:
-    """`account add NAME`: registers an account,
-    and prints its credentials as the API takes them."""
+    """Registers an account (`account add NAME`), and prints its credentials as the API takes
+    them."""
     # Not for the exchange itself.
     from infra.exchange.client import ExchangeAdmin, ExchangeUnreachable
     from infra.local.stack import known_settings

@@ -86,13 +86,13 @@ class ExchangeAccounts:
         self.schedule.set(name, plan)
 
     def login_latency(self, name: str) -> float:
-        """Seconds; 0 for an account that does not exist."""
+        """Returns the seconds that a login takes; 0 for an account that does not exist."""
         known = self._accounts.get(name)
         return known.behaviour.login_latency_ms / 1000 if known else 0.0
 
     def fault_hits(self, name: str, point: FaultPoint) -> bool:
-        """Whether a fault hits now. An ordered fault comes
-        first and is used up; then the random plan."""
+        """Returns True if a fault hits now. An ordered fault comes first and is used up; then the
+        random plan."""
         if name not in self._faulty and not self.schedule.active:
             return False  # called eight times per order, so the usual case comes first
         known = self._accounts.get(name)

@@ -112,7 +112,7 @@ def create_admin(exchange: PaperExchange) -> FastAPI:
 
     @app.put("/fault-plan", status_code=204)
     async def set_fault_plan_of_all(plan: FaultPlan) -> None:
-        """For all accounts that have no plan of their own."""
+        """Sets the fault plan of all accounts that have no plan of their own."""
         exchange.accounts.set_fault_plan(ALL_ACCOUNTS, plan)
 
     @app.get("/fault-plan")
@@ -131,7 +131,7 @@ def create_admin(exchange: PaperExchange) -> FastAPI:
     async def read_incidents(
         kind: IncidentKind | None = None, owner: str | None = None, since_ms: int = 0
     ) -> list[Incident]:
-        """Refused calls, bans, suspensions and what lifted them, oldest first."""
+        """Lists refused calls, bans, suspensions and what lifted them, oldest first."""
         return exchange.ledger.incidents(kind=kind, owner=owner, since_ms=since_ms)
 
     @app.post("/incidents/lift", status_code=204)
@@ -192,7 +192,8 @@ def create_admin(exchange: PaperExchange) -> FastAPI:
 
     @app.get("/ledger")
     async def read_ledger(account: str | None = None, after: str = "") -> list[LedgerOrder]:
-        """Orders with fills, oldest first; `after`: only those after this broker order id."""
+        """Lists orders with fills, oldest first; with `after`, only those after this broker order
+        id."""
         return exchange.ledger.orders(account, after=after)
 
     @app.get("/sessions")

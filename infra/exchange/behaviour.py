@@ -131,7 +131,7 @@ class Behaviour(BaseModel):
         return self.model_copy(update={"reject_next": self.reject_next - 1})
 
     def after_fault(self, point: FaultPoint) -> Behaviour:
-        """The behaviour after the fault has hit once."""
+        """Returns the behaviour after the fault has hit once."""
         remaining = self.faults.get(point, 0)
         if remaining <= 0:  # ALWAYS is never used up
             return self
@@ -193,7 +193,7 @@ class FaultSchedule:
         return kept.plan if kept else FaultPlan()
 
     def fault_hits(self, account: str, point: FaultPoint) -> bool:
-        """Whether the plan's fault hits at this visit of the account to this point."""
+        """Returns True if the plan's fault hits at this visit of the account to this point."""
         kept = self._plans.get(account) or self._plans.get(ALL_ACCOUNTS)
         if kept is None or not (rate := kept.plan.rates.get(point, 0.0)):
             return False

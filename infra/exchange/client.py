@@ -38,8 +38,8 @@ _INCIDENTS = TypeAdapter(list[Incident])
 
 @cache
 def _certificate_authorities() -> ssl.SSLContext:
-    """Made once: a client that makes its own takes
-    23 ms to read the certificates, also for http."""
+    """Makes the certificate authorities once: a client that makes its own takes 23 ms to read the
+    certificates, also for http."""
     return httpx.create_ssl_context(trust_env=False)
 
 
@@ -94,7 +94,8 @@ class ExchangeAdmin:
         return Behaviour.model_validate(await self._call("GET", f"/accounts/{account}/behaviour"))
 
     async def ledger(self, account: str | None = None, after: str = "") -> list[LedgerOrder]:
-        """Orders with fills, oldest first; `after` is the last broker order id already read."""
+        """Lists orders with fills, oldest first; `after` is the last broker order id already
+        read."""
         return _ORDERS.validate_python(
             await self._call("GET", "/ledger", params=_given(account=account, after=after))
         )
@@ -146,7 +147,7 @@ class ExchangeAdmin:
         )
 
     async def set_fault_plan(self, plan: FaultPlan, account: str | None = None) -> None:
-        """Random faults for one account, or for all that have no plan of their own."""
+        """Sets random faults for one account, or for all that have no plan of their own."""
         path = "/fault-plan" if account is None else f"/accounts/{account}/fault-plan"
         await self._call("PUT", path, json=plan.model_dump(mode="json"))
 
@@ -230,7 +231,7 @@ class ExchangeServer(Server):
         admin_port: int | None = None,
         options: Sequence[str] = (),
     ) -> None:
-        """`options` are further words of its command line, such as `--orders-per-10s 5000`."""
+        """Takes `options`, further words of its command line, such as `--orders-per-10s 5000`."""
         super().__init__(directory, port)
         self.admin_port = admin_port or free_port()
         self.options = tuple(options)

@@ -39,7 +39,7 @@ MAX_LINE = 64 * 1024
 #: Most unsent bytes: a client that does not read its answers is cut off.
 MAX_UNSENT = 1024 * 1024
 #: Seconds a connection may take for its login.
-LOGIN_TIMEOUT = 10.0
+LOGIN_TIMEOUT_S = 10.0
 #: Reasons of sessions that ended without a logout.
 HUNG_UP = "the client hung up"
 CONNECTION_LOST = "the connection was lost"
@@ -78,7 +78,7 @@ class ExchangeConnection(asyncio.Protocol):
         peer = transport.get_extra_info("peername")
         self._address = str(peer[0]) if peer else ""
         self._connections.add(self)
-        self._login_timer = self._loop.call_later(LOGIN_TIMEOUT, self._refuse_late_login)
+        self._login_timer = self._loop.call_later(LOGIN_TIMEOUT_S, self._refuse_late_login)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._connections.discard(self)
@@ -307,7 +307,7 @@ class ExchangeConnection(asyncio.Protocol):
     def _refuse_late_login(self) -> None:
         self._answer(
             ExchangeReply(
-                id=0, error=SessionDown.code, detail=f"no login within {LOGIN_TIMEOUT:.0f} s"
+                id=0, error=SessionDown.code, detail=f"no login within {LOGIN_TIMEOUT_S:.0f} s"
             )
         )
         self.close()

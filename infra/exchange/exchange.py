@@ -299,7 +299,7 @@ class PaperExchange:
     # --- inside -----------------------------------------------------------------------------------
 
     def _refusal(self, account: str, terms: OrderTerms, behaviour: Behaviour) -> str | None:
-        """Why this account's order is refused now, or None."""
+        """Returns why this account's order is refused now, or None."""
         at = datetime.fromtimestamp(self._now() / 1000, UTC)
         if behaviour.keeps_hours and not self._days.is_open(terms.market, at, terms.lot):
             return f"the {terms.market.value} market takes no orders with lot {terms.lot.value} now"
@@ -324,8 +324,8 @@ class PaperExchange:
         return matching.refusal_of_price(terms, self.instruments.find(order.symbol))
 
     def _first_price(self, symbol: str) -> Decimal:
-        """Contracts begin at their reference price; shares and what is not listed at a price that
-        follows from the seed."""
+        """Returns the first price of a symbol. Contracts begin at their reference price; shares and
+        what is not listed at a price that follows from the seed."""
         listed = self.instruments.find(symbol)
         if listed is not None and listed.market == "futures" and listed.reference is not None:
             return listed.reference
@@ -351,8 +351,8 @@ class PaperExchange:
                 return MatchResult(state=OrderState.SUBMITTED)
 
     def _reject_draw(self, account: str) -> float:
-        """A number from 0 up to 1 that depends on the seed
-        and the number of the account's order."""
+        """Returns a number from 0 up to 1 that depends on the seed and the number of the account's
+        order."""
         number = self._order_counts[account] = self._order_counts.get(account, 0) + 1
         return seeded_draw(self._seed, self.ledger.start, account, "reject", number)
 

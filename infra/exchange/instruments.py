@@ -101,8 +101,8 @@ class ExchangeInstruments:
         first_price: Callable[[str], Decimal],
         now: Callable[[], int],
     ) -> None:
-        """`first_price` gives the price with which a share begins;
-        `now` is in Unix milliseconds."""
+        """Takes `first_price`, which gives the price with which a share begins; `now` is in Unix
+        milliseconds."""
         self._ledger = ledger
         self._first_price = first_price
         self._now = now
@@ -322,8 +322,8 @@ def _on_tick(price: Decimal, ticks: tuple[PriceStep, ...], up: bool = False) -> 
 def _limits(
     reference: Decimal, ticks: tuple[PriceStep, ...], reach: Decimal | None = None
 ) -> dict[str, Any]:
-    """Reference and limits; `reach`: how far they are from each other, if not by a share of the
-    reference, as premiums follow the limits of what is underneath."""
+    """Returns reference and limits; `reach` is how far they are from each other, if not by a share
+    of the reference, as premiums follow the limits of what is underneath."""
     reach = reference * _DAILY_LIMIT if reach is None else reach
     lowest = tick_at(ticks, Decimal(0)) or Decimal(1)
     return {
@@ -334,7 +334,8 @@ def _limits(
 
 
 def _expiries(day: date, *, weekly: bool, months: int = _NEAR_MONTHS) -> list[_Expiry]:
-    """The contracts that trade on a day: months, quarters behind them, and the next weeks."""
+    """Returns the contracts that trade on a day: months, quarters behind them, and the next
+    weeks."""
     expiries: list[_Expiry] = []
     ahead = 0
     while len(expiries) < months:

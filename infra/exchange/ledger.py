@@ -145,7 +145,7 @@ class ExchangeLedger:
         self._db.close()
 
     def transaction(self) -> _LedgerTransaction:
-        """A transaction. Nothing else may run inside it, since all share the connection."""
+        """Opens a transaction. Nothing else may run inside it, since all share the connection."""
         return _LedgerTransaction(self._db)
 
     # --- ids: in order, and never used again after a restart --------------------------------------
@@ -173,13 +173,13 @@ class ExchangeLedger:
         )
 
     def accounts(self) -> list[tuple[str, bytes, str, str]]:
-        """Rows of account, key hash, person id, behaviour (JSON)."""
+        """Returns rows of account, key hash, person id, behaviour (JSON)."""
         return self._db.execute(
             "SELECT account, key_hash, person_id, behaviour FROM accounts"
         ).fetchall()
 
     def save_prices(self, prices: Mapping[str, Decimal]) -> None:
-        """By symbol."""
+        """Saves prices by symbol."""
         with self.transaction():
             self._db.executemany(
                 "INSERT INTO prices VALUES (?, ?) ON CONFLICT (symbol) DO UPDATE SET price = "

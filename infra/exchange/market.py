@@ -45,7 +45,7 @@ class ExchangeMarket:
         first_price: Callable[[str], Decimal],
         walk: PriceWalk,
     ) -> None:
-        """`first_price` gives the price of a symbol that nobody has set."""
+        """Takes `first_price`, which gives the price of a symbol that nobody has set."""
         self._ledger = ledger
         self._later = later
         self._moved = moved
@@ -59,7 +59,7 @@ class ExchangeMarket:
         self._schedule_step()
 
     def price(self, symbol: str, lot: OrderLot = OrderLot.COMMON) -> Decimal:
-        """The price of a symbol, or of its odd lots where they have one of their own."""
+        """Returns the price of a symbol, or of its odd lots where they have one of their own."""
         book = matching.book_of(symbol, lot)
         if book in self._prices:
             return self._prices[book]

@@ -125,9 +125,10 @@ def tick_at(ticks: Iterable[PriceStep], price: Decimal) -> Decimal | None:
 
 
 def _refusal_apart(terms: OrderTerms) -> str | None:
-    """TWSE and TPEx: odd lots are limit orders of the day (Regulations Governing Odd-lot Trading,
-    article 3) and are neither bought on margin nor sold short (Operating Rules for Securities Firms
-    Handling Margin Purchases and Short Sales of Securities, article 4)."""
+    """Returns why an order of odd lots is refused. TWSE and TPEx: odd lots are limit orders of the
+    day (Regulations Governing Odd-lot Trading, article 3) and are neither bought on margin nor sold
+    short (Operating Rules for Securities Firms Handling Margin Purchases and Short Sales of
+    Securities, article 4)."""
     if terms.price_type is not PriceType.LIMIT or terms.time_in_force is not TimeInForce.ROD:
         return f"{terms.lot.value} takes limit orders of the day"
     if terms.lot in ODD_LOTS and terms.condition is not OrderCondition.CASH:
@@ -181,24 +182,25 @@ def refusal_of_holdings(
 
 
 def book_of(symbol: str, lot: OrderLot) -> str:
-    """The book in which an order trades: odd lots have their own, by day and after the close."""
+    """Returns the book in which an order trades: odd lots have their own, by day and after the
+    close."""
     return f"{symbol}.{lot.value}" if lot in ODD_LOTS else symbol
 
 
 def symbol_of(book: str) -> str:
-    """The symbol of a book."""
+    """Returns the symbol of a book."""
     symbol, _, lot = book.rpartition(".")
     return symbol if lot in ODD_LOTS else book
 
 
 def is_price(price: Decimal | None) -> bool:
-    """Whether an order may have this price."""
+    """Returns True if an order may have this price."""
     # NaN cannot be compared, so finiteness comes first.
     return price is not None and price.is_finite() and 0 < price <= _MAX_PRICE
 
 
 def crosses(terms: OrderTerms, market: Decimal) -> bool:
-    """Whether the order can trade at the market's price."""
+    """Returns True if the order can trade at the market's price."""
     if (
         terms.price_type is not PriceType.LIMIT
         or terms.price is None
@@ -263,7 +265,7 @@ class RestingOrders:
         return self._orders.get(broker_order_id)
 
     def all(self) -> list[LedgerOrder]:
-        """Oldest first, like `of_account` and `of_symbol`."""
+        """Returns all orders, oldest first, like `of_account` and `of_symbol`."""
         return list(self._orders.values())
 
     def of_account(self, account: str) -> list[LedgerOrder]:

@@ -101,7 +101,7 @@ class LedgerOrder(LedgerRecord):
         return self.state in FINAL_ORDER_STATES
 
     def as_sent(self) -> ExchangeOrder:
-        """The order as the session protocol shows it to its owner."""
+        """Returns the order as the session protocol shows it to its owner."""
         return ExchangeOrder(
             broker_order_id=self.broker_order_id,
             tag=self.tag,

@@ -92,7 +92,7 @@ class EcsHosts:
         )
 
     def _capacity_provider(self) -> dict[str, Any]:
-        """The Auto Scaling part of our capacity provider."""
+        """Returns the Auto Scaling part of our capacity provider."""
         answer = self._ecs.describe_capacity_providers(capacityProviders=[self._provider])
         provider: dict[str, Any] = answer["capacityProviders"][0]["autoScalingGroupProvider"]
         return provider

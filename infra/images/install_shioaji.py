@@ -34,7 +34,7 @@ class PipFailed(Exception):
 
 
 def requirement(pyproject: Path = Path("pyproject.toml")) -> str:
-    """What `pyproject.toml` allows, such as `shioaji>=1.7.9,<1.8`."""
+    """Returns what `pyproject.toml` allows, such as `shioaji>=1.7.9,<1.8`."""
     project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
     (line,) = project["optional-dependencies"]["shioaji"]
     return str(line)

@@ -16,13 +16,13 @@ LOCKS = ("requirements.lock", "requirements-shioaji.lock")
 
 
 def read_locks(folder: Path) -> str:
-    """The entries of all locks below `folder` that images install from."""
+    """Returns the entries of all locks below `folder` that images install from."""
     return "".join((folder / name).read_text(encoding="utf-8") for name in LOCKS)
 
 
 def wanted(pyproject: Path, extras: list[str]) -> list[str]:
-    """Requirement lines of the core and of these extras;
-    a name that is no extra stands for itself."""
+    """Returns the requirement lines of the core and of these extras; a name that is no extra stands
+    for itself."""
     project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
     optional = project["optional-dependencies"]
     return [
@@ -32,8 +32,8 @@ def wanted(pyproject: Path, extras: list[str]) -> list[str]:
 
 
 def pinned(lock: str, lines: list[str]) -> str:
-    """The part of the lock that these requirements need, in turn.
-    Raises KeyError for what is not in it."""
+    """Returns the part of the lock that these requirements need, in turn. Raises KeyError for what
+    is not in it."""
     entries = {entry.partition("==")[0]: entry for entry in re.split(r"\n(?=[a-z])", lock)[1:]}
     # Below each package the lock says which others need it.
     users = {

@@ -96,7 +96,7 @@ def own_types(settings: Settings) -> dict[str, Any]:
 
 
 def runner_config(settings: Settings) -> bytes:
-    """The configuration of a runner. Raises `KeyFileMissing`, `KeyFileExposed`,
+    """Returns the configuration of a runner. Raises `KeyFileMissing`, `KeyFileExposed`,
     `ProviderKeyUnreadable`."""
     config: dict[str, Any] = {
         "name": settings.jobs_runner,
@@ -196,7 +196,7 @@ def _secret(path: str) -> bytes:
 
 
 def _service_account(settings: Settings) -> dict[str, Any]:
-    """The key of a service account, as Google's console gives it. Raises
+    """Reads the key of a service account, as Google's console gives it. Raises
     `ProviderKeyUnreadable`."""
     try:
         account = msgspec.json.decode(_secret(settings.push_key_file), type=dict[str, Any])

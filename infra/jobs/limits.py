@@ -27,7 +27,7 @@ class JobLimits:
 
 
 async def read_limits(client: Redis, tag: str = job_keys.FLEET_TAG) -> dict[str, JobLimits]:
-    """The limits of all types that have any, by type. Raises `RedisError`."""
+    """Returns the limits of all types that have any, by type. Raises `RedisError`."""
     stored = await client.hgetall(job_keys.meta(tag))
     fields = {reply_text(name): reply_text(value) for name, value in stored.items()}
     kinds = [name.partition(":") for name in fields]
@@ -38,7 +38,7 @@ async def read_limits(client: Redis, tag: str = job_keys.FLEET_TAG) -> dict[str,
 
 
 async def count_running(client: Redis, name: str, tag: str = job_keys.FLEET_TAG) -> int:
-    """The number of jobs of this type that run now. Raises `RedisError`."""
+    """Counts the jobs of this type that run now. Raises `RedisError`."""
     return sum(map(int, await client.hvals(job_keys.running(tag, name))))
 
 

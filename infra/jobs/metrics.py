@@ -28,7 +28,7 @@ _CHUNK = 500
 
 
 async def write_job_metrics(page: MetricsPage, client: Redis) -> None:
-    """The metrics now. Raises `RedisError` when Valkey is down."""
+    """Writes the metrics as they are now. Raises `RedisError` when Valkey is down."""
     scan = await valkey.run_script(
         client, job_scripts.SCAN, [job_keys.meta(job_keys.FLEET_TAG)], [SCANNED_JOBS]
     )
@@ -44,8 +44,8 @@ async def write_job_metrics(page: MetricsPage, client: Redis) -> None:
 async def write_application_metrics(
     page: MetricsPage, client: Redis, registry: TypeRegistry
 ) -> None:
-    """Jobs of applications: those that wait, and those of types that no live runner takes. Raises
-    `RedisError`, `DatabaseUnavailable`."""
+    """Writes the metrics of applications' jobs: those that wait, and those of types that no live
+    runner takes. Raises `RedisError`, `DatabaseUnavailable`."""
     types = await registry.types()
     runners = {
         queued_type(version.kind.name, version.kind.version): version.runners
@@ -115,7 +115,7 @@ def _write_counted(page: MetricsPage, prefix: str, totals: Mapping[str, int]) ->
 def _grouped(
     counted: CounterKind, labels: int, totals: Mapping[str, int]
 ) -> Iterable[tuple[tuple[str, ...], dict[str, int]]]:
-    """The totals of one kind, by their first `labels`; the rest of a field is the bucket."""
+    """Groups the totals of one kind, by their first `labels`; the rest of a field is the bucket."""
     groups: dict[tuple[str, ...], dict[str, int]] = {}
     for name, value in totals.items():
         kind, *parts = name.split("|")

@@ -321,6 +321,6 @@ async def _rows_of(session: AsyncSession, application: str) -> Sequence[JobTypeR
 
 
 async def _list_rows(session: AsyncSession) -> Sequence[JobTypeRow]:
-    """The newest announcement of each type first."""
+    """Lists the announced types, the newest announcement of each type first."""
     newest_first = JobTypeRow.name, JobTypeRow.announced_at.desc(), JobTypeRow.version.desc()
     return (await session.scalars(select(JobTypeRow).order_by(*newest_first))).all()

@@ -31,7 +31,7 @@ log = structlog.get_logger()
 
 
 def wanted_runners(runners: int, waited: float, target: float) -> int:
-    """The runners for a queue whose oldest job has waited so long (seconds).
+    """Returns the number of runners for a queue whose oldest job has waited so long (seconds).
 
     As many times more as that is over the target,
     at most twice as many: a new one has to show its effect.

@@ -125,8 +125,8 @@ class JobInspector:
         )
 
     def waits(self, max_jobs: int = 100) -> dict[str, float]:
-        """Seconds that the oldest of the first `max_jobs` jobs has waited,
-        by queue; without suspended queues."""
+        """Returns the seconds that the oldest of the first `max_jobs` jobs has waited, by queue;
+        without suspended queues."""
         settings = _decoded(self._client.hgetall(job_keys.meta(self.tag)))
         scan = job_calls.QueueCall(job_scripts.SCAN, [job_keys.meta(self.tag)], [max_jobs])
         waits: dict[str, float] = {}
@@ -137,7 +137,7 @@ class JobInspector:
         return waits
 
     def failed(self) -> Iterator[JobSnapshot]:
-        """Failed jobs, the newest first."""
+        """Yields failed jobs, the newest first."""
         first = 0
         while page := self._client.zrevrange(
             job_keys.failed(self.tag), first, first + _PAGE_SIZE - 1, withscores=True
@@ -149,7 +149,7 @@ class JobInspector:
                     yield _snapshot(reply_text(job_id), job_fields, None, int(at))
 
     def job(self, job_id: str) -> JobSnapshot | None:
-        """One job; None if there is none, or its result has expired."""
+        """Returns one job; None if there is none, or its result has expired."""
         (fields,) = self._fields([job_id])
         stored = self._client.get(job_keys.result(self.tag, job_id))
         if not fields and stored is None:
@@ -245,7 +245,7 @@ class JobInspector:
 def matching(
     jobs: Iterable[JobSnapshot], *, queue: str = "", name: str = "", code: str = ""
 ) -> Iterator[JobSnapshot]:
-    """The jobs that fit all filters that are not empty."""
+    """Yields the jobs that fit all filters that are not empty."""
     return (
         job
         for job in jobs
@@ -256,7 +256,7 @@ def matching(
 def _snapshot(
     job_id: str, fields: dict[str, str], stored: bytes | None, failed_at_ms: int = 0
 ) -> JobSnapshot:
-    """A job from its hash, or, once that is gone, from its stored result."""
+    """Makes a job's snapshot from its hash, or, once that is gone, from its stored result."""
     kept = fields["failure"].encode() if "failure" in fields else None if fields else stored
     result = None if kept is None else _read_result(job_id, kept)
     failure = result.failure if result is not None else None

@@ -12,7 +12,7 @@ from infra.lab.target import Target
 
 
 def cpu_seconds(*pids: int) -> float:
-    """CPU seconds of these processes and their descendants so far."""
+    """Returns the CPU seconds of these processes and their descendants so far."""
     total = 0.0
     for pid in pids:
         root = psutil.Process(pid)
@@ -33,7 +33,7 @@ class CpuMeter:
         self._before = {name: cpu_seconds(*pids) for name, pids in self._parts.items()}
 
     def milliseconds(self, count: int) -> dict[str, float]:
-        """CPU milliseconds by part, divided by `count` pieces of work."""
+        """Returns CPU milliseconds by part, divided by `count` pieces of work."""
         return {
             name: round((cpu_seconds(*pids) - self._before[name]) * 1000 / count, 2)
             for name, pids in self._parts.items()
@@ -49,8 +49,8 @@ class StolenTime:
         self._before = _used_and_stolen(read_times())
 
     def percent(self) -> float:
-        """Of the CPU time that this machine wanted since it was made; 0 where the kernel does not
-        tell."""
+        """Returns the stolen percent of the CPU time that this machine wanted since this object was
+        made; 0 where the kernel does not tell."""
         got, stolen = (
             now - then
             for now, then in zip(_used_and_stolen(self._read_times()), self._before, strict=True)
@@ -59,7 +59,8 @@ class StolenTime:
 
 
 def _used_and_stolen(times: Any) -> tuple[float, float]:
-    """CPU seconds that the machine had so far, and those that it wanted and did not get."""
+    """Returns the CPU seconds that the machine had so far, and those that it wanted and did not
+    get."""
     idle = times.idle + getattr(times, "iowait", 0.0)
     stolen = getattr(times, "steal", 0.0)
     # Guests are counted in `user` and `nice` already.
@@ -76,7 +77,7 @@ class CpuShare:
         self._before = {name: cpu_seconds(pid) for name, pid in self._pids.items()}
 
     def percent(self) -> dict[str, float]:
-        """Percent of one core since it was made."""
+        """Returns the percent of one core since this object was made."""
         seconds = time.monotonic() - self._began
         return {
             name: round((cpu_seconds(pid) - self._before[name]) / seconds * 100, 2)

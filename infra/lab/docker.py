@@ -34,7 +34,7 @@ _DOCKER_PROGRAMS = ("dockerd", "containerd", "runc", "docker")
 
 
 def why_no_docker() -> str:
-    """Why no daemon can be started here; empty when one can."""
+    """Returns why no daemon can be started here; empty when one can."""
     missing = [name for name in _DOCKER_PROGRAMS if shutil.which(name) is None]
     if missing:
         return f"not installed: {', '.join(missing)}"
@@ -55,7 +55,7 @@ class _Pinger(http.client.HTTPConnection):
 
 
 def docker_answers(path: Path) -> bool:
-    """Whether a Docker daemon answers at this socket."""
+    """Returns True if a Docker daemon answers at this socket."""
     link = _Pinger(path)
     try:
         link.request("GET", "/_ping")
@@ -154,7 +154,7 @@ class BridgedDockerDaemon(DockerDaemon):
         ]
 
     def enter_network(self) -> None:
-        """The calling thread's new connections go out where the daemon is. Raises OSError."""
+        """Lets the calling thread's new connections go out where the daemon is. Raises OSError."""
         library = ctypes.CDLL(None, use_errno=True)
         with Path(f"/proc/{self.pid}/ns/net").open() as namespace:
             if library.setns(namespace.fileno(), _CLONE_NEWNET):

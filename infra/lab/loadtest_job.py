@@ -74,7 +74,7 @@ def run_loadtest(arguments: LoadtestArguments, context: JobContext) -> None:
 
 
 def _write_ledger(ledger: str, mark: str, context: JobContext) -> None:
-    """One write to a file that is open for appending: lines of several processes do not mix."""
+    """Writes once to a file that is open for appending: lines of several processes do not mix."""
     line = (
         f"{mark} {context.job_id} {context.attempt} {context.fence} {os.getppid()} "
         f"{time.monotonic():.6f}\n"

@@ -57,8 +57,8 @@ class _ResponseReader:
 
 
 class RestConnection:
-    """One connection to the API with one key,
-    made when it is needed. Not for several threads at once."""
+    """One connection to the API with one key, made when it is needed. Not for several threads at
+    once."""
 
     def __init__(self, url: str, api_key: str, timeout: float = 60.0) -> None:
         parts = urlsplit(url)
@@ -74,7 +74,7 @@ class RestConnection:
         self._socket: socket.socket | None = None
 
     def call(self, method: str, path: str, body: object = None) -> Any:
-        """The decoded answer; raises `RequestFailed` for any status but 2xx."""
+        """Returns the decoded answer; raises `RequestFailed` for any status but 2xx."""
         data = b"" if body is None else json.dumps(body).encode()
         head = f"{method} {path} HTTP/1.1\r\n{self._head}Content-Length: {len(data)}\r\n\r\n"
         try:

@@ -59,8 +59,8 @@ class Target:
         return self.stack.tasks()
 
     def worker_pids(self) -> dict[str, int]:
-        """Worker id → pid of its first process,
-        found by the command line that the node gives it."""
+        """Returns the pid of each worker's first process by worker id, found by the command line
+        that the node gives it."""
         worker_ids = {task.worker_id for task in self.workers()}
         pids: dict[str, int] = {}
         for process in psutil.process_iter(["pid", "cmdline"]):
@@ -117,8 +117,8 @@ class Target:
         asyncio.run(send())
 
     def fill_pool(self, workers: int) -> None:
-        """Sets the pool's target, and waits until as many
-        workers are ready. Raises `ServerFailed`."""
+        """Sets the pool's target, and waits until as many workers are ready. Raises
+        `ServerFailed`."""
         self.pool_update("set_target", {"target": workers})
         self.pool_update("resume")
         self.wait_ready(workers)
@@ -161,7 +161,7 @@ def _register(admin: RestConnection, user_id: str, broker: str) -> BenchUser:
 
 @contextmanager
 def own_folder() -> Iterator[Path]:
-    """A folder for one measurement, removed at the end."""
+    """Yields a folder for one measurement, removed at the end."""
     folder = Path(tempfile.mkdtemp(prefix="berth-bench-"))
     # PostgreSQL refuses to run as root and must reach its folder as another user.
     folder.chmod(0o755)
@@ -175,7 +175,7 @@ def own_folder() -> Iterator[Path]:
 def running(
     pool_target: int, stack: Callable[..., LocalStack] = LocalStack, **overrides: Any
 ) -> Iterator[Target]:
-    """A fresh local stack with a filled pool; stopped and removed at the end.
+    """Yields a fresh local stack with a filled pool; stopped and removed at the end.
 
     `stack` makes it; `overrides` are settings. Keys and users have no limit of requests.
     """

@@ -60,7 +60,7 @@ class PackagesAbsent(ImageNotBuilt, code="PACKAGES_ABSENT"):
 
 
 def why_not_buildable() -> str:
-    """What is missing on this machine for a build; empty when nothing is."""
+    """Returns what is missing on this machine for a build; empty when nothing is."""
     missing = [name for name in _BUILD_PROGRAMS if shutil.which(name) is None]
     if missing:
         return f"not installed: {', '.join(missing)}"
@@ -68,7 +68,7 @@ def why_not_buildable() -> str:
 
 
 def cache_folder() -> Path:
-    """`BERTH_IMAGE_CACHE`, or a folder in this user's cache."""
+    """Returns `BERTH_IMAGE_CACHE`, or a folder in this user's cache."""
     home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(os.environ.get("BERTH_IMAGE_CACHE") or Path(home) / "berth" / "images")
 
@@ -85,8 +85,8 @@ class ImageBuilder:
         self._cache.mkdir(parents=True, exist_ok=True)
 
     def provide(self, tag: str, extras: Sequence[str] = ()) -> None:
-        """As `build`, but an image of the same sources
-        is loaded from the cache: for tests, in 2 s."""
+        """Provides an image like `build`, but loads one of the same sources from the cache: for
+        tests, in 2 s."""
         sources = sorted(
             path for kind in ("py", "lua", "toml", "json") for path in _RUNTIME.rglob(f"*.{kind}")
         )
@@ -152,7 +152,8 @@ class ImageBuilder:
             )
 
     def archive(self) -> Path:
-        """The archive of the base image, made if it is not in the cache. Needs no daemon."""
+        """Returns the archive of the base image, made if it is not in the cache. Needs no
+        daemon."""
         suite, mirror = self._apt_source()
         archive = (
             self._cache / f"base-{suite}-{_digest(mirror, *PACKAGES, *_DROPPED, _ROOT_MODE)}.tar"
@@ -163,7 +164,7 @@ class ImageBuilder:
         return archive
 
     def base(self) -> str:
-        """The name of the base image, imported into the daemon if it was not there."""
+        """Returns the name of the base image, imported into the daemon if it was not there."""
         archive = self.archive()
         tag = f"berth-base:{archive.stem.removeprefix('base-')}"
         if not self._output("docker", "images", "--quiet", tag).strip():
@@ -171,7 +172,7 @@ class ImageBuilder:
         return tag
 
     def _apt_source(self) -> tuple[str, str]:
-        """Suite and address of the Debian archive that apt uses here."""
+        """Returns suite and address of the Debian archive that apt uses here."""
         fields = "$(CODENAME) $(COMPONENT) $(ORIGIN) $(SITE)"
         targets = self._output(
             "apt-get", "indextargets", "--format", fields, "Created-By: Packages"
@@ -201,8 +202,8 @@ class ImageBuilder:
             shutil.rmtree(folder, ignore_errors=True)
 
     def wheels(self, extras: Sequence[str]) -> Path:
-        """A folder with what these extras of `pyproject.toml` need;
-        a name that is no extra is a package."""
+        """Returns a folder with what these extras of `pyproject.toml` need; a name that is no extra
+        is a package."""
         lines = wanted(ROOT / "pyproject.toml", list(extras))
         entries = pinned(read_locks(ROOT), lines)
         folder = self._cache / f"wheels-{_digest('pinned', entries)}"
@@ -236,7 +237,7 @@ class ImageBuilder:
         return folder
 
     def _python(self) -> str:
-        """Version of the base's Python, such as 3.11."""
+        """Returns the version of the base's Python, such as 3.11."""
         script = "import sys; print('%d.%d' % sys.version_info[:2])"
         return self._output(
             "docker", "run", "--rm", "--network=none", self.base(), "python3", "-c", script

@@ -44,8 +44,8 @@ class SharedRate:
     worker could be ready without it."""
 
     def __init__(self, client: Redis, rate: float, burst: int) -> None:
-        """`rate`: launches a second; `burst`:
-        launches at once after a rest. The caller closes the client."""
+        """Limits launches to `rate` a second, and to `burst` at once after a rest. The caller
+        closes the client."""
         self._client = client
         self._interval_us = max(round(1e6 / rate), 1)
         self._burst = burst
@@ -63,7 +63,7 @@ class SharedRate:
 
 #: Seconds that a launch waits for its turn.
 #: After that nothing was launched, and it may be tried again.
-LAUNCH_PATIENCE = 25.0
+LAUNCH_TURN_TIMEOUT_S = 25.0
 
 
 class LaunchLimited(LaunchFailed, code="LAUNCH_LIMITED"):
@@ -120,9 +120,9 @@ class LimitedLauncher:
     """Implements `Launcher` by another launcher, whose launches wait for their turn."""
 
     def __init__(
-        self, launcher: Launcher, turns: LaunchTurns, *, patience: float = LAUNCH_PATIENCE
+        self, launcher: Launcher, turns: LaunchTurns, *, patience: float = LAUNCH_TURN_TIMEOUT_S
     ) -> None:
-        """`patience`: seconds a launch waits for its turn. Closes `launcher` with itself."""
+        """Lets a launch wait `patience` seconds for its turn. Closes `launcher` with itself."""
         self._launcher = launcher
         self._turns = turns
         self._patience = patience

@@ -78,7 +78,7 @@ class ProcessLauncher:
         return (await self._ask(protocol.ListTasks(), protocol.TaskList)).tasks
 
     async def ping(self) -> protocol.NodeStatus:
-        """The node's pid, number of workers, and memory limits."""
+        """Returns the node's pid, number of workers, and memory limits."""
         return await self._ask(protocol.PingNode(), protocol.NodeStatus)
 
     async def exits(self, after: str = "") -> AsyncIterator[TaskExit]:

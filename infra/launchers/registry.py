@@ -24,8 +24,8 @@ def create_docker_launcher(settings: Settings) -> DockerLauncher:
 
 
 def create_launcher(settings: Settings) -> Launcher:
-    """The launcher named by `BERTH_LAUNCHER`;
-    the caller closes it. Only its own library is loaded."""
+    """Creates the launcher named by `BERTH_LAUNCHER`; the caller closes it. Only its own library is
+    loaded."""
     match settings.launcher:
         case "docker":
             return create_docker_launcher(settings)

@@ -80,7 +80,8 @@ class LauncherServer(SocketServer):
                 )
 
     async def send_exits(self, request: protocol.WatchExits, writer: asyncio.StreamWriter) -> None:
-        """The launcher's position takes the place of the log; the number says nothing."""
+        """Sends the exits. The launcher's position takes the place of the log; the number says
+        nothing."""
         exits = self._launcher.exits(request.log or _BEGINNING)
         coming = asyncio.ensure_future(anext(exits))
         try:

@@ -40,7 +40,7 @@ _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def http_ok(url: str, timeout: float = 2.0) -> bool:
-    """Whether a GET answers 200."""
+    """Returns True if a GET answers 200."""
     try:
         with _direct.open(url, timeout=timeout) as answer:
             return bool(answer.status == 200)
@@ -147,7 +147,7 @@ class NodeComponent(ChildComponent):
         return True
 
     def tasks(self) -> list[Task]:
-        """The workers that run now. Raises `LauncherUnreachable`."""
+        """Returns the workers that run now. Raises `LauncherUnreachable`."""
         return asyncio.run(ProcessLauncher(self.settings.node_socket).list())
 
     def stop_all(self, reason: str) -> int:
@@ -210,7 +210,8 @@ class JobFleetComponent(ChildComponent):
         super().__init__(directory, settings)
 
     def answers(self) -> bool:
-        """Whether a runner of its name is registered that was not there before the start."""
+        """Returns True if a runner of its name is registered that was not there before the
+        start."""
         return bool(self._registered() - self._before)
 
     def prepare(self) -> None:
@@ -227,7 +228,8 @@ class JobFleetComponent(ChildComponent):
 
 
 def job_fleets(directory: Path, settings: Settings) -> list[JobFleetComponent]:
-    """One for each tier, and one for what else there is; none if the settings name no runner."""
+    """Returns one fleet for each tier, and one for what else there is; none if the settings name no
+    runner."""
     tiers = settings.jobs_tiers
     fleets = [
         {"jobs_runner": queue, "jobs_queues": (queue,), "jobs_runners": runners}
@@ -258,7 +260,8 @@ R = TypeVar("R")
 
 
 def fleet_of(folder: Path) -> str:
-    """One fleet a folder, so that stacks on the same daemon leave each other's workers alone."""
+    """Names the fleet of a folder: one for each, so that stacks on the same daemon leave each
+    other's workers alone."""
     return f"berth-{hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:12]}"
 
 
@@ -270,7 +273,7 @@ class WorkerContainers:
         self._settings = settings
 
     def tasks(self) -> list[Task]:
-        """The workers that run now."""
+        """Returns the workers that run now."""
         return self._ask(lambda launcher: launcher.list())
 
     def stop_all(self, reason: str) -> int:

@@ -125,7 +125,7 @@ class DataFolder:
             self._lock.flush()
 
     def holder(self) -> int | None:
-        """The pid of the process that has the folder open; None if nobody has."""
+        """Returns the pid of the process that has the folder open; None if nobody has."""
         try:
             lock = (self.path / "lock").open("r+", encoding="ascii")
         except OSError:
@@ -144,7 +144,8 @@ class DataFolder:
         key_file.write_key_file(self._api_note, f"{url}\n{ports}".encode(), private=True)
 
     def addresses(self) -> tuple[str, str]:
-        """The API's URL and the other ports of this folder's `berth up`; '' while none is ready."""
+        """Returns the API's URL and the other ports of this folder's `berth up`; '' while none is
+        ready."""
         try:
             text = self._api_note.read_text(encoding="utf-8") if self.holder() else ""
         except OSError:
@@ -192,7 +193,7 @@ class DataFolder:
             new.replace(marker)  # never half written, even when killed here
 
     def _stored_passwords(self) -> Passwords | None:
-        """None if there are none, or the file cannot be read."""
+        """Returns the stored passwords, None if there are none, or the file cannot be read."""
         try:
             return Passwords(
                 **json.loads(key_file.read_key_file(self._password_file, private=True))

@@ -71,8 +71,8 @@ class StartAborted(ServerFailed, code="START_ABORTED"):
 
 
 def free_ports(count: int) -> list[int]:
-    """`count` different TCP ports that were free a moment ago.
-    Raises `ServerFailed` if there are fewer."""
+    """Returns `count` different TCP ports that were free a moment ago. Raises `ServerFailed` if
+    there are fewer."""
     first = _PORTS.start + os.getpid() % _PARTS * _PART
     ports: list[int] = []
     for _ in range(_PART):
@@ -98,8 +98,8 @@ def accepts(port: int, host: str = HOST) -> bool:
 
 
 def listener(port: int) -> str:
-    """Who listens on a port: `pid 123 (redis-server)`,
-    or `another process` if we may not see it."""
+    """Says who listens on a port: `pid 123 (redis-server)`, or `another process` if we may not see
+    it."""
     try:
         for link in psutil.net_connections("tcp"):
             if (
@@ -165,8 +165,8 @@ class Server:
     def __init__(
         self, directory: Path, port: int | None = None, *, durable: bool = True, password: str = ""
     ) -> None:
-        """`durable`: what it stores survives a crash of the host;
-        without that, tests are quicker."""
+        """Takes `durable`: then what it stores survives a crash of the host. Without that, tests
+        are quicker."""
         self.durable = durable
         self.password = password
         self.directory = directory
@@ -195,7 +195,7 @@ class Server:
         return accepts(self.port)
 
     def ports(self) -> list[tuple[int, str]]:
-        """The ports it listens on, each with the setting that chooses it."""
+        """Returns the ports it listens on, each with the setting that chooses it."""
         return [(self.port, self.port_setting)] if self.has_port else []
 
     def prepare(self) -> None:
@@ -246,7 +246,7 @@ class Server:
                 entry.write(self.records)
 
     def _identity(self) -> dict[str, Any]:
-        """Keyword arguments of Popen that choose the user it runs as."""
+        """Returns keyword arguments of Popen that choose the user it runs as."""
         return {}
 
     def _spawn(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
@@ -303,8 +303,8 @@ class Server:
         return f"{status}; {words}" if words else f"{status}; its log says nothing of it"
 
     def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
-        """Stops the server and all processes it started,
-        and waits for their end. SIGKILL: a crash."""
+        """Stops the server and all processes it started, and waits for their end. SIGKILL: a
+        crash."""
         process = self._process
         if process is None:
             return
@@ -327,8 +327,8 @@ class Server:
             record.forget_record(self.records, self.name)
 
     def _family(self, pid: int) -> list[int]:
-        """Pids of all processes it started,
-        even those whose parent has ended or that left its session."""
+        """Returns the pids of all processes it started, even those whose parent has ended or that
+        left its session."""
         if self.keeps_children:
             return []
         family = set(record.session_members(pid))

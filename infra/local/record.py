@@ -24,13 +24,15 @@ STOP_GRACE_S = 10.0
 
 
 def start_ticks(pid: int) -> int | None:
-    """When the process started, in clock ticks since boot; None if it is gone or only a zombie."""
+    """Returns when the process started, in clock ticks since boot; None if it is gone or only a
+    zombie."""
     process = processes.read_process(pid)
     return process.started if process is not None and process.alive else None
 
 
 def session_members(session: int, since: int = 0) -> list[int]:
-    """Living processes of one session (setsid) that started at `since` ticks or later."""
+    """Returns the living processes of one session (setsid) that started at `since` ticks or
+    later."""
     return [
         process.pid
         for process in processes.all_processes()
@@ -71,7 +73,7 @@ class ProcessRecord:
 
     @classmethod
     def of(cls, name: str, pid: int, *, keeps_children: bool = False) -> Self | None:
-        """None if the process has ended already."""
+        """Makes the record of a process; None if it has ended already."""
         started = start_ticks(pid)
         return None if started is None else cls(name, pid, started, boot_id(), keeps_children)
 
@@ -80,7 +82,8 @@ class ProcessRecord:
         key_file.write_key_file(folder / f"{self.name}.json", data, private=True)
 
     def living(self) -> list[int]:
-        """The process and the rest of its session, even when the process itself has ended."""
+        """Returns the pids of the process and the rest of its session, even when the process itself
+        has ended."""
         if self.boot != boot_id():
             return []
         now = start_ticks(self.pid)
@@ -105,8 +108,8 @@ class ProcessRecord:
 
 
 def read_records(folder: Path) -> list[ProcessRecord]:
-    """The records of a folder; one that cannot be read
-    (a crash while it was written) is skipped."""
+    """Reads the records of a folder; one that cannot be read (a crash while it was written) is
+    skipped."""
     records = []
     for path in sorted(folder.glob("*.json")):
         try:

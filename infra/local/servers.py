@@ -37,7 +37,7 @@ MAX_CLIENTS = 20_000
 
 
 def _package_folder(package: str) -> Path:
-    """Where a package lies, without importing it (imports of both have side effects)."""
+    """Returns where a package lies, without importing it (imports of both have side effects)."""
     spec = find_spec(package)
     if spec is None or spec.origin is None:
         raise ServerFailed(f"the package {package} is missing; run `make setup`")
@@ -276,7 +276,8 @@ class PostgresServer(Server):
         return done.returncode == 0
 
     def stop(self, how: signal.Signals = signal.SIGINT) -> None:
-        """SIGINT is PostgreSQL's fast shutdown; SIGTERM would wait for every client to leave."""
+        """Stops PostgreSQL. SIGINT is its fast shutdown; SIGTERM would wait for every client to
+        leave."""
         super().stop(signal.SIGINT if how == signal.SIGTERM else how)
 
     def create_database(self, name: str, template: str = "template0") -> str:

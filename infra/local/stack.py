@@ -42,9 +42,9 @@ from worker_runtime.protocol.errors import BerthError
 SEARCH_ATTRIBUTES = ("UserId", "State", "WorkerId", "Pool")
 DATABASE = "berth"
 #: Seconds until the pool must be full; four workers take about 2 s on 2 idle cores.
-POOL_TIMEOUT = 60.0
+POOL_TIMEOUT_S = 60.0
 #: Seconds between two checks of the pool.
-POOL_CHECK_PERIOD = 0.05
+POOL_CHECK_INTERVAL_S = 0.05
 
 
 class LocalStack:
@@ -245,7 +245,7 @@ class LocalStack:
         self.wait_pool(target)
         return f"{target} workers ready"
 
-    def wait_pool(self, count: int, timeout: float = POOL_TIMEOUT) -> None:
+    def wait_pool(self, count: int, timeout: float = POOL_TIMEOUT_S) -> None:
         """Waits until `count` workers are ready. Raises `ServerFailed` after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         shown = -1
@@ -263,11 +263,11 @@ class LocalStack:
                     f"{self.folder.logs} and {self.node.directory}\n"
                     f"{self.orchestrator.log_tail()}"
                 )
-            if self.orchestrator.abort.wait(POOL_CHECK_PERIOD):
+            if self.orchestrator.abort.wait(POOL_CHECK_INTERVAL_S):
                 raise StartAborted("pool: given up")
 
     def ready_workers(self) -> set[str]:
-        """Ids of the pool's free workers that really run."""
+        """Returns the ids of the pool's free workers that really run."""
         pool = self.settings.pool
         with Redis.from_url(
             self.settings.valkey_url, socket_timeout=5.0, decode_responses=True
@@ -279,7 +279,7 @@ class LocalStack:
         return alive & {task.worker_id for task in self.tasks()}
 
     def tasks(self) -> list[Task]:
-        """The workers that run now. Raises `LauncherUnreachable`."""
+        """Returns the workers that run now. Raises `LauncherUnreachable`."""
         return self.node.tasks() if self.containers is None else self.containers.tasks()
 
     def stop(self) -> None:
@@ -360,7 +360,7 @@ async def _refuse_live_accounts(settings: Settings) -> None:
 
 
 def _settings(folder: DataFolder, ports: LocalSettings, overrides: dict[str, Any]) -> Settings:
-    """The environment's settings, with all addresses and files of this stack.
+    """Returns the environment's settings, with all addresses and files of this stack.
 
     URLs of `overrides` need no password; this adds it.
     """
@@ -409,8 +409,8 @@ def _settings(folder: DataFolder, ports: LocalSettings, overrides: dict[str, Any
 
 
 def local_settings(directory: Path) -> Settings:
-    """The settings of the `berth up` of this folder:
-    with its ports if it runs, else the environment's."""
+    """Returns the settings of the `berth up` of this folder: with its ports if it runs, else the
+    environment's."""
     folder = DataFolder(directory)
     _, ports = folder.addresses()
     local = LocalSettings.model_validate_json(ports) if ports else read_settings(LocalSettings)
@@ -418,8 +418,8 @@ def local_settings(directory: Path) -> Settings:
 
 
 def known_settings(name: str) -> Settings:
-    """The settings of the environment and secret files
-    if they set `name`, else those of `berth up`."""
+    """Returns the settings of the environment and secret files if they set `name`, else those of
+    `berth up`."""
     settings = read_settings(Settings)
     return settings if name in settings.model_fields_set else local_settings(settings.data_dir)
 
@@ -462,6 +462,6 @@ def end_leftovers(directory: Path) -> list[str]:
 
 
 def pid_of_holder(directory: Path) -> int | None:
-    """The pid of the `berth up` that has this folder; None if there is none."""
+    """Returns the pid of the `berth up` that has this folder; None if there is none."""
     pid = DataFolder(directory).holder()
     return None if pid == os.getpid() else pid

@@ -44,7 +44,8 @@ class StartStep:
 
 
 def as_berth_error(name: str, error: Exception) -> BerthError:
-    """The failure in words for a person: a library's error with the part that it came from."""
+    """Returns the failure in words for people: a library's error with the part that it came
+    from."""
     if isinstance(error, BerthError):
         return error
     first = str(error).strip().partition("\n")[0]

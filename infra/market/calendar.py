@@ -125,14 +125,15 @@ class Calendar:
         return self._in_table(day)
 
     def trading_day_before(self, day: date) -> date:
-        """The last trading day before this day."""
+        """Returns the last trading day before this day."""
         for back in range(1, LOOK_BACK):
             if self.trades_on(before := day - timedelta(days=back)):
                 return before
         return day - timedelta(days=1)  # an operator closed them all
 
     def is_open(self, market: str, at: datetime, lot: OrderLot = OrderLot.COMMON) -> bool:
-        """Whether the market takes orders of this lot at this time, which needs a time zone."""
+        """Returns True if the market takes orders of this lot at this time, which needs a time
+        zone."""
         rule = self.markets[market]
         local = at.astimezone(zone := zone_of_market(rule.zone))
         day, now = local.date(), local.time()
@@ -158,7 +159,8 @@ class Calendar:
         return Hours(day.opens, day.closes)
 
     def bells(self, day: date, *, evening: bool = False) -> dict[str, datetime]:
-        """When the markets begin to match on this day, or in its evening; empty if they do not.
+        """Returns when the markets begin to match on this day, or in its evening; empty if they do
+        not.
 
         A day with other hours has its bells no earlier than it takes orders.
         """
@@ -177,7 +179,7 @@ class Calendar:
         return day.weekday() < 5 and day not in self.holidays
 
     def _has_evening(self, day: date) -> bool:
-        """Whether the day has an evening; a day that only an operator opened has none."""
+        """Returns True if the day has an evening; a day that only an operator opened has none."""
         return self._in_table(day) and self.trades_on(day)
 
 

@@ -33,7 +33,7 @@ def missed_trading_days(calendars: MarketCalendars, broker: str, loaded_on: date
 
 
 def _markets(calendars: MarketCalendars, broker: str, at: float) -> Iterator[tuple[date, Calendar]]:
-    """The day and the calendar of each market of a broker."""
+    """Yields the day and the calendar of each market of a broker."""
     plugin = installed_brokers().get(broker)
     if plugin is None:
         return

@@ -127,7 +127,7 @@ def _front_contract(
 
 
 def _contract(codes: ContractCodes, product: str, year: int, month: int) -> str:
-    """`month`: from 0 on."""
+    """Returns the code of a contract; `month` counts from 0."""
     return f"{product}{codes.months[month]}{str(year)[-codes.year_digits :]}"
 
 

@@ -23,7 +23,7 @@ from worker_runtime.protocol.errors import BerthError
 #: What a worker must be able to do: import its code, and use its own folder.
 _TRIAL = "import os, worker_runtime.protocol.launch; os.listdir(os.environ['HOME'])"
 #: Seconds; it takes 0.1.
-_TRIAL_TIMEOUT = 30.0
+_TRIAL_TIMEOUT_S = 30.0
 
 
 class AccountsUnavailable(BerthError, code="ACCOUNTS_UNAVAILABLE"):
@@ -38,7 +38,7 @@ class UserIds:
         self._next = 0
 
     def take(self) -> int:
-        """One that no process has. Raises `LaunchFailed` when all are in use."""
+        """Takes a user id that no process has. Raises `LaunchFailed` when all are in use."""
         used = _used()
         for step in range(len(self._range)):
             number = self._range[(self._next + step) % len(self._range)]
@@ -52,14 +52,15 @@ class UserIds:
 
 
 def _used() -> set[int]:
-    """The user ids of all live processes. A zombie has neither memory nor files left."""
+    """Returns the user ids of all live processes. A zombie has neither memory nor files left."""
     processes = [process.info for process in psutil.process_iter(["uids", "status"])]
     living = [info["uids"] for info in processes if info["status"] != psutil.STATUS_ZOMBIE]
     return {number for uids in living if uids is not None for number in uids}
 
 
 def find_user_ids(text: str, state: Path, runs: Path) -> UserIds:
-    """The range `first-last`, once a worker was tried with it. Raises `AccountsUnavailable`.
+    """Returns the range `first-last`, once a worker was tried with it. Raises
+    `AccountsUnavailable`.
 
     Others may then pass through `state` and `runs`, in which workers have their folders.
     """
@@ -97,7 +98,7 @@ def _try_account(number: int, home: Path) -> None:
             capture_output=True,
             text=True,
             check=False,
-            timeout=_TRIAL_TIMEOUT,
+            timeout=_TRIAL_TIMEOUT_S,
             cwd=home,
             env=clean_environment(os.environ, home),
             user=number,

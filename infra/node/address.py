@@ -17,7 +17,7 @@ _LONGEST = 107
 
 @contextlib.contextmanager
 def reachable(path: Path) -> Iterator[str]:
-    """The path, short enough for a Unix socket while the block runs.
+    """Yields the path, short enough for a Unix socket while the block runs.
 
     A long path goes through its folder's descriptor, so that clones in deep folders work.
     """
@@ -43,7 +43,7 @@ def take_lock(path: Path) -> IO[bytes]:
 
 
 def listen(path: Path) -> socket.socket:
-    """A listening socket at `path` with mode 0600. The caller holds the lock of this path.
+    """Opens a listening socket at `path` with mode 0600. The caller holds the lock of this path.
 
     It replaces the socket file of a killed node. Raises `NodeSocketInvalid`.
     """

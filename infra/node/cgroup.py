@@ -39,7 +39,7 @@ class MemoryGroup:
             return []
 
     def kill(self) -> None:
-        """SIGKILL for every member. The next call catches what was forked meanwhile."""
+        """Sends SIGKILL to every member. The next call catches what was forked meanwhile."""
         at_once = self.path / "cgroup.kill"  # v2, Linux 5.14
         if at_once.exists():
             at_once.write_text("1")
@@ -49,7 +49,7 @@ class MemoryGroup:
                 os.kill(pid, signal.SIGKILL)
 
     def oom_kills(self) -> int:
-        """How many processes of this group the kernel killed for its hard limit."""
+        """Counts the processes of this group that the kernel killed for its hard limit."""
         for name in ("memory.events", "memory.oom_control"):
             with contextlib.suppress(OSError):
                 for line in (self.path / name).read_text().splitlines():
@@ -114,7 +114,8 @@ class MemoryGroups:
 def find_groups(
     name: str, parent: Path | None = None, proc: Path = Path("/proc/self")
 ) -> MemoryGroups:
-    """The groups below this process's own group, in a folder `name`, if it may limit memory there.
+    """Returns the groups below this process's own group, in a folder `name`, if it may limit memory
+    there.
 
     `parent` is a group delegated to the node, to be used instead of its own. Raises
     `LimitsUnavailable`.
@@ -141,7 +142,7 @@ def _version(group: Path) -> int:
 
 
 def own_group(controller: str, proc: Path = Path("/proc/self")) -> tuple[int, Path]:
-    """Version of the hierarchy with this controller, and our folder in it. Raises
+    """Returns the version of the hierarchy with this controller, and our folder in it. Raises
     `LimitsUnavailable`."""
     memberships = {}  # controllers, comma-separated; "" is v2 → path
     for line in (proc / "cgroup").read_text().splitlines():
@@ -164,14 +165,14 @@ def own_group(controller: str, proc: Path = Path("/proc/self")) -> tuple[int, Pa
 
 
 def _inside(mount: Path, root: str, path: str) -> Path:
-    """A group's folder in a mount that shows only the hierarchy below `root`."""
+    """Returns a group's folder in a mount that shows only the hierarchy below `root`."""
     below = path.removeprefix(root) if root != "/" else path
     return mount / below.lstrip("/")
 
 
 def delegate(own: Path, controller: str) -> None:
-    """v2: enables a controller for the groups below.
-    Raises `OSError` when `own` has other processes.
+    """Enables a controller for the groups below, in v2. Raises `OSError` when `own` has other
+    processes.
 
     A group that does so may hold no process itself, so the node moves into a leaf group.
     """

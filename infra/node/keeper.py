@@ -41,7 +41,7 @@ _CONFIG_MAX = 60 * 1024
 #: Seconds between two attempts to record an exit on a full disk,
 #: and between two log lines about it.
 _RECORD_RETRY = 1.0
-_COMPLAINT_PERIOD = 10.0
+_COMPLAINT_INTERVAL_S = 10.0
 #: Seconds that an ending node waits for exits that it is just confirming.
 _LAST_WORK = 1.0
 
@@ -195,7 +195,7 @@ class Keeper:
         self._clear_leftovers()
 
     def _clear_leftovers(self) -> None:
-        """Folders and cgroups of workers whose node died before it could remove them."""
+        """Removes folders and cgroups of workers whose node died before it could remove them."""
         groups = {group.path.name: group for group in self.groups.existing()} if self.groups else {}
         folders = {path.name for path in self._runs.iterdir()} if self._runs.exists() else set()
         for task_id in (groups.keys() | folders) - self._workers.keys():
@@ -295,13 +295,13 @@ class Keeper:
 
     async def _wait_until_none_left(self, worker: WorkerProcess) -> None:
         """Waits until no process of the worker is left, and kills those forked meanwhile."""
-        delay, complaint = 0.001, time.monotonic() + _COMPLAINT_PERIOD
+        delay, complaint = 0.001, time.monotonic() + _COMPLAINT_INTERVAL_S
         while worker.remaining():
             worker.kill()
             await asyncio.sleep(delay)
             delay = min(delay * 2, 0.1)
             if time.monotonic() > complaint:
-                complaint += _COMPLAINT_PERIOD
+                complaint += _COMPLAINT_INTERVAL_S
                 _log.error(
                     "node.processes_remain", task=worker.entry.task_id, pids=worker.remaining()
                 )

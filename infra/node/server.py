@@ -28,7 +28,7 @@ _IDLE = 300.0
 #: Connections at once; an orchestrator needs two or three.
 _CONNECTIONS_MAX = 200
 #: Seconds a client may take to read what it asked for.
-_WRITE_TIMEOUT = 10.0
+_WRITE_TIMEOUT_S = 10.0
 
 
 class KeeperPort(Protocol):
@@ -179,12 +179,13 @@ class NodeServer(SocketServer):
 
 
 def beat() -> protocol.Beat:
-    """A sign of life, with this process's errors since the last one."""
+    """Returns a sign of life, with this process's errors since the last one."""
     return protocol.Beat(errors=[(*report, count) for report, count in collector.take().items()])
 
 
 async def _read_line(reader: asyncio.StreamReader) -> bytes:
-    """One line; empty at the end. Raises `MalformedMessage` for an endless or incomplete one."""
+    """Reads one line; empty at the end. Raises `MalformedMessage` for an endless or incomplete
+    one."""
     try:
         return await asyncio.wait_for(reader.readuntil(b"\n"), _IDLE)
     except asyncio.IncompleteReadError as error:
@@ -198,4 +199,4 @@ async def _read_line(reader: asyncio.StreamReader) -> bytes:
 async def send(writer: asyncio.StreamWriter, reply: msgspec.Struct) -> None:
     """Raises OSError or TimeoutError when the client is gone or does not read."""
     writer.write(encode(reply) + b"\n")
-    await asyncio.wait_for(writer.drain(), _WRITE_TIMEOUT)
+    await asyncio.wait_for(writer.drain(), _WRITE_TIMEOUT_S)

@@ -27,21 +27,21 @@ from worker_runtime.protocol.launch import MEMORY, memory_prefix
 #: Bytes a log may have before it is cut; as much again is kept in `<worker>.log.1`.
 LOG_CAP = 4 * 1024 * 1024
 #: Logs kept, newest first.
-LOGS_KEPT = 300
+MAX_LOGS_KEPT = 300
 #: Seconds between two checks; what a runaway worker writes meanwhile comes on top of the cap.
 LOG_PERIOD = 5.0
 
 
 class WorkerLogs:
-    def __init__(self, folder: Path, *, cap: int = LOG_CAP, kept: int = LOGS_KEPT) -> None:
+    def __init__(self, folder: Path, *, cap: int = LOG_CAP, kept: int = MAX_LOGS_KEPT) -> None:
         self._folder = folder
         self._cap = cap
         self._kept = kept
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def open(self, worker_id: str) -> int:
-        """A descriptor for a worker's output.
-        Where no log can be opened the output goes nowhere."""
+        """Opens a descriptor for a worker's output. Where no log can be opened the output goes
+        nowhere."""
         path = self._folder / f"{worker_id}.log"
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -112,7 +112,7 @@ class WorkerProcess:
             processes.signal_pidfd(self.pidfd, signal.SIGCONT)
 
     def kill(self) -> None:
-        """SIGKILL for all its processes."""
+        """Sends SIGKILL to all its processes."""
         if self.group is None:  # a cgroup knows them all
             self._note_escaped()
         if self.owns_group:
@@ -133,11 +133,12 @@ class WorkerProcess:
                     self.escaped[process.pid] = process
 
     def reap(self) -> int | None:
-        """The exit code of the ended main process, negative for a signal; None if nobody saw it."""
+        """Returns the exit code of the ended main process, negative for a signal; None if nobody
+        saw it."""
         return self.child.wait() if self.child else None
 
     def remaining(self) -> list[int]:
-        """Processes of an ended worker that still live. Call it after `reap`."""
+        """Returns the processes of an ended worker that still live. Call it after `reap`."""
         inside = self.group.members() if self.group else []
         inside += [pid for pid, process in self.escaped.items() if processes.is_alive(process)]
         if inside or not self.owns_group:
@@ -153,7 +154,8 @@ class WorkerProcess:
 
 
 def clean_environment(source: Mapping[str, str], home: Path) -> dict[str, str]:
-    """A worker's environment. HOME and TMPDIR are its own folder, for the files of libraries."""
+    """Returns a worker's environment. HOME and TMPDIR are its own folder, for the files of
+    libraries."""
     kept = {name: source[name] for name in PASSED_ON if name in source}
     return {**kept, "HOME": str(home), "TMPDIR": str(home)}
 
@@ -166,8 +168,8 @@ def spawn_worker(
     output: int,
     user: int | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Starts the process of one worker,
-    which waits for its config on standard input. Raises `OSError`.
+    """Starts the process of one worker, which waits for its config on standard input. Raises
+    `OSError`.
 
     `user`: the user id under which it runs; None: our own.
 
@@ -210,7 +212,7 @@ def discard_child(child: subprocess.Popen[bytes]) -> None:
 
 
 def adopt_worker(entry: NodeEntry, boot_id: str) -> WorkerProcess | None:
-    """The worker that an earlier node started; None if it ended with the host.
+    """Adopts the worker that an earlier node started; None if it ended with the host.
 
     Without `pidfd` its main process ended while no node ran; its other processes may be left.
     """

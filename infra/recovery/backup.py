@@ -55,7 +55,7 @@ def explain_errors(output: str, command: str) -> str:
 
 
 def _connection(settings: Settings) -> tuple[list[str], dict[str, str]]:
-    """Arguments and environment of a program; the password is in no argument."""
+    """Returns the arguments and environment of a program; the password is in no argument."""
     url = make_url(settings.session_database_url)
     words = [
         "--host",
@@ -113,7 +113,7 @@ def _copy_base(settings: Settings, folder: Path) -> None:
 async def _encrypt_base(
     settings: Settings, path: Path, recipients: Sequence[x25519.Recipient]
 ) -> None:
-    """Nothing of it lies on the disk in clear.
+    """Encrypts the base backup. Nothing of it lies on the disk in clear.
 
     The log that the backup needs comes at its end, so the server has to keep it until then: a
     replication slot of this connection sees to that.
@@ -180,7 +180,7 @@ def _archive(key_files: Mapping[str, Path]) -> bytes:
 
 
 def _key_files(settings: Settings) -> dict[str, Path]:
-    """Those that are files here, by name; AWS keeps its own. Raises `BackupFailed`."""
+    """Returns the key files here, by name; AWS keeps its own. Raises `BackupFailed`."""
     folder, master = settings.orchestrator_key_dir, settings.master_key_file
     named = {
         master,

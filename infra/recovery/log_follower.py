@@ -49,7 +49,8 @@ class LogReceiver:
     """Runs `pg_receivewal` into a folder, and reads what it says."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """`command`: `pg_receivewal` with the arguments of its connection and its folder."""
+        """Runs `command`, which is `pg_receivewal` with the arguments of its connection and its
+        folder."""
         self._command = command
         self._environment = {**environment, "LC_ALL": "C"}
         self._process: subprocess.Popen[str] | None = None
@@ -108,7 +109,7 @@ class LogFollower:
         *,
         max_spool_bytes: int,
     ) -> None:
-        """`folder`: of the encrypted log. `spool`: private, on this machine."""
+        """Encrypts the log into `folder`, from the private `spool` on this machine."""
         self._folder = folder
         self._spool = spool
         self._recipients = recipients
@@ -242,7 +243,8 @@ class LogFollower:
                 self._encrypt_partial(name)
 
     def _encrypt_partial(self, name: str) -> None:
-        """Without the zeros that fill the file up; `unpack` adds them again."""
+        """Encrypts a partial file without the zeros that fill the file up; `unpack` adds them
+        again."""
         try:
             changed_at = (self._spool / name).stat().st_mtime_ns
             if self._partial == (name, changed_at):
@@ -254,7 +256,7 @@ class LogFollower:
         self._partial = name, changed_at
 
     def _replace_by_empty(self, name: str, size: int) -> None:
-        """A file without a block on the disk."""
+        """Replaces a file by one without a block on the disk."""
         fresh = self._spool / f".{name}"
         with fresh.open("wb") as file:
             file.truncate(size)
@@ -275,6 +277,6 @@ def _place(name: str) -> tuple[str, str]:
 
 
 def _segment_size(encrypted: Path) -> int:
-    """The size of a segment is a power of two from 1 MiB on;
-    what age adds is far less than half of it."""
+    """Returns the size of a segment, a power of two from 1 MiB on; what age adds is far less than
+    half of it."""
     return 1 << (encrypted.stat().st_size.bit_length() - 1)

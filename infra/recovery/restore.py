@@ -191,7 +191,7 @@ _USERS = text(
 
 
 async def _owners(client: Redis) -> dict[str, int]:
-    """The users of Valkey's owner keys, with the epochs that Valkey knows."""
+    """Returns the users of Valkey's owner keys, with the epochs that Valkey knows."""
     owners: dict[str, int] = {}
     prefix, _, suffix = keys.owner("\0").partition("\0")
     async for name in client.scan_iter(f"{prefix.replace('{', '[{]')}*", count=1000):

@@ -71,7 +71,7 @@ async def signal_workflow(client: Client, workflow_id: str, signal: str, *messag
 async def read_pollers(
     client: Client, queue: str, kind: TaskQueueType.ValueType
 ) -> dict[str, float]:
-    """When each process (`pid@host`) has polled a task queue last, in Unix seconds. The server
+    """Returns when each process (`pid@host`) last polled a task queue, in Unix seconds. The server
     forgets one after five minutes. Raises `RPCError`."""
     answer = await client.workflow_service.describe_task_queue(
         DescribeTaskQueueRequest(
@@ -85,7 +85,8 @@ async def read_pollers(
 
 
 async def unless_missing(call: Awaitable[T]) -> T | None:
-    """The answer of a call; None if what it asks about does not exist. Raises other `RPCError`s."""
+    """Returns the answer of a call; None if what it asks about does not exist. Raises other
+    `RPCError`s."""
     try:
         return await call
     except RPCError as error:
@@ -125,8 +126,8 @@ class _PausedQueries(OutboundInterceptor):
 
 
 def error_of_rpc(error: RPCError, *, server_only: bool = False) -> BerthError:
-    """What a failed call to Temporal means to our caller. `server_only`: no orchestrator has a part
-    in it."""
+    """Returns what a failed call to Temporal means to our caller. `server_only` says that no
+    orchestrator has a part in it."""
     if isinstance(error, QueryOfPausedWorkflow):
         return WorkflowPaused()
     if error.status in UNREACHABLE_CODES:

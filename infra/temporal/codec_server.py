@@ -28,12 +28,13 @@ from worker_runtime.protocol.authentication import derive_key
 
 
 def token_of(version: SecretVersion) -> str:
-    """The token in the address; another one with each version of the key."""
+    """Returns the token in the address; another one with each version of the key."""
     return derive_key(version.secret, b"berth/codec-server/1").hex()[:32]
 
 
 def create_codec_app(keys: SecretVersionFile, origins: Sequence[str]) -> FastAPI:
-    """Tokens of earlier versions count, too, while these are in the file."""
+    """Creates the codec's application. Tokens of earlier versions count, too, while these are in
+    the file."""
     app = FastAPI(title="Berth: codec", openapi_url=None)
     app.add_middleware(
         CORSMiddleware,
@@ -96,6 +97,6 @@ def serve(settings: Settings, *, host: str, port: int, origins: Sequence[str]) -
 
 
 def address(settings: Settings, host: str, port: int) -> str:
-    """What to enter as the codec's endpoint. Raises what `SecretVersionFile` does."""
+    """Returns what to enter as the codec's endpoint. Raises what `SecretVersionFile` does."""
     newest = SecretVersionFile(Path(settings.temporal_codec_key_file)).present()[0]
     return f"http://{host}:{port}/{token_of(newest)}"

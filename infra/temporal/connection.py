@@ -41,7 +41,8 @@ class TemporalSettingsInvalid(BerthError, code="TEMPORAL_SETTINGS_INVALID"):
 
 
 def tls_config(settings: Settings) -> TLSConfig | bool:
-    """False without TLS. Raises `TemporalSettingsInvalid`, `KeyFileMissing` or `KeyFileExposed`."""
+    """Returns the TLS configuration, False without TLS. Raises `TemporalSettingsInvalid`,
+    `KeyFileMissing` or `KeyFileExposed`."""
     certificate, private = settings.temporal_cert_file, settings.temporal_cert_key_file
     if not settings.temporal_tls:
         for name in ("ca_file", "server_name", "cert_file", "cert_key_file"):
@@ -85,7 +86,7 @@ def read_api_key(settings: Settings) -> str | None:
 async def open_client(
     settings: Settings, interceptors: Sequence[Interceptor] = (), **options: Any
 ) -> Client:
-    """A client with these settings; `options` are `Client.connect`'s own.
+    """Opens a client with these settings; `options` are `Client.connect`'s own.
 
     Raises what `tls_config`, `read_api_key` and `data_converter` do, and `TemporalUnavailable`
     unless it is a lazy one.
@@ -121,7 +122,7 @@ async def check_client(client: Client, settings: Settings) -> None:
 
 
 def _reason(error: RuntimeError | RPCError, settings: Settings) -> TemporalUnavailable:
-    """What is wrong, in one sentence. The SDK has the cause in a text only."""
+    """Says what is wrong, in one sentence. The SDK has the cause in a text only."""
     there, text = f"Temporal at {settings.temporal_address}", str(error)
     if (isinstance(error, RPCError) and error.status in _DENIED) or "PermissionDenied" in text:
         key = settings.temporal_api_key_file
@@ -164,7 +165,7 @@ def _reason(error: RuntimeError | RPCError, settings: Settings) -> TemporalUnava
 
 
 def _exporter(address: str) -> PrometheusConfig | None:
-    """The SDK shows its metrics on the port after ours."""
+    """Lets the SDK show its metrics on the port after ours."""
     host, _, port = address.rpartition(":")
     if not address:
         return None
@@ -176,8 +177,8 @@ def _exporter(address: str) -> PrometheusConfig | None:
 async def connect_orchestrator(
     settings: Settings, interceptors: Sequence[Interceptor] = ()
 ) -> Client:
-    """The orchestrator's client. Tries until Temporal answers: it may start later, or be away for a
-    while.
+    """Connects the orchestrator's client. Tries until Temporal answers: it may start later, or be
+    away for a while.
 
     Raises what `tls_config` and `read_api_key` do.
     """
@@ -212,7 +213,7 @@ def _log_once(error: TemporalUnavailable, logged: str) -> str:
 async def watch_connection(
     client: Client, settings: Settings, period: float = KEY_CHECK_INTERVAL_S
 ) -> None:
-    """A background loop: logs once why Temporal does not serve us, and takes over a new API key.
+    """Logs once why Temporal does not serve us, and takes over a new API key, in a background loop.
 
     It checks every `period` seconds.
     """

@@ -64,8 +64,8 @@ def _start(
 
 
 def _at(clock: str, zone: str) -> ScheduleSpec:
-    """Every day at `HH:MM` in `zone`: what begins then knows the trading days. A Saturday may be
-    one."""
+    """Plans every day at `HH:MM` in `zone`: what begins then knows the trading days. A Saturday may
+    be one."""
     hour, minute = (int(part) for part in clock.split(":"))
     days = ScheduleCalendarSpec(
         hour=[ScheduleRange(hour)],
@@ -76,7 +76,7 @@ def _at(clock: str, zone: str) -> ScheduleSpec:
 
 
 def _maintenance(settings: Settings) -> Schedule | None:
-    """A pass every `maintenance_period` seconds; 0: none."""
+    """Plans a pass every `maintenance_period` seconds; none if that is 0."""
     if not settings.maintenance_period:
         return None
     return _start(
@@ -93,7 +93,8 @@ def _maintenance(settings: Settings) -> Schedule | None:
 
 
 def _connecting(settings: Settings, schedule_id: str, clock: str) -> Schedule | None:
-    """Every day at `clock` in the home zone; empty: never. The workflow knows the trading days."""
+    """Plans connects every day at `clock` in the home zone; never if that is empty. The workflow
+    knows the trading days."""
     if not clock:
         return None
     given = MorningInput(
@@ -115,15 +116,16 @@ def _connecting(settings: Settings, schedule_id: str, clock: str) -> Schedule | 
 
 
 def sends_statements(settings: Settings) -> bool:
-    """Whether there are daily statements; `auto` needs a mail server, or keys for webhooks."""
+    """Returns True if there are daily statements; `auto` needs a mail server, or keys for
+    webhooks."""
     if settings.statements == "auto":
         return bool(settings.mail_host or settings.webhook_key_file)
     return settings.statements == "on"
 
 
 def _statements(settings: Settings) -> Schedule | None:
-    """Every day at `statements_at` in `statements_zone`; the workflow knows which days had
-    trading."""
+    """Plans statements every day at `statements_at` in `statements_zone`; the workflow knows which
+    days had trading."""
     if not sends_statements(settings):
         return None
     return _start(
@@ -139,8 +141,8 @@ def _statements(settings: Settings) -> Schedule | None:
 
 
 def _report(settings: Settings) -> Schedule | None:
-    """Every day at `report_at` in the home zone; empty: never. The activity knows the trading
-    days."""
+    """Plans reports every day at `report_at` in the home zone; never if that is empty. The activity
+    knows the trading days."""
     if not settings.report_at:
         return None
     return _start(
@@ -156,8 +158,9 @@ def _report(settings: Settings) -> Schedule | None:
 
 
 def _instruments(settings: Settings) -> Schedule | None:
-    """A look each `INSTRUMENTS_PERIOD`: brokers open at different times in different zones, and
-    an operator may designate an account at any time. `instruments_lead` 0: none."""
+    """Plans a look each `INSTRUMENTS_PERIOD`: brokers open at different times in different
+    zones, and an operator may designate an account at any time. There is none if
+    `instruments_lead` is 0."""
     if not settings.instruments_lead:
         return None
     return _start(
@@ -213,7 +216,7 @@ async def _ensure(client: Client, schedule_id: str, schedule: Schedule | None, k
 
 
 async def make_schedules(client: Client, settings: Settings) -> None:
-    """A background loop: makes the schedules once, as soon as Temporal answers.
+    """Makes the schedules once, in a background loop, as soon as Temporal answers.
 
     What is missing later is made again by the restorer (`activities/orchestrator/restorer.py`).
     """

@@ -83,7 +83,7 @@ class WorkerStarter:
     """Calls `ensure_active`, once per user at a time: callers in between share the call."""
 
     def __init__(self, client: Client, settings: Settings, *, pool: str = "") -> None:
-        """`pool`: from which workers are claimed; '': the settings'."""
+        """Claims workers from `pool`; from the settings' pool if it is ''."""
         self._client = client
         self._pool = pool or settings.pool
         self._settings = UserWorkerSettings(

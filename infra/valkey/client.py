@@ -132,31 +132,32 @@ def connect_valkey(url: str, *, socket_timeout: float = 5.0, max_connections: in
 
 
 async def reply_of(command: Awaitable[Any] | Any) -> Any:
-    """The reply to a command, which redis-py types as `Awaitable[T] | T`;
-    of our client it is awaitable."""
+    """Returns the reply to a command, which redis-py types as `Awaitable[T] | T`; of our client it
+    is awaitable."""
     return await cast("Awaitable[Any]", command)
 
 
 def text_of(value: Any) -> str:
-    """A value of Valkey as text; '' for a missing one."""
+    """Returns a value of Valkey as text; '' for a missing one."""
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value or "")
 
 
 def number_of(value: Any) -> int:
-    """A value of Valkey as a number; 0 for a missing one, and for what is none."""
+    """Returns a value of Valkey as a number; 0 for a missing one, and for what is none."""
     text = text_of(value)
     return int(text) if text.isascii() and text.isdigit() and len(text) <= 18 else 0
 
 
 def seconds_of(milliseconds: Any) -> float:
-    """A time of Valkey in Unix seconds, which a `datetime` can hold; 0 for a missing one."""
+    """Returns a time of Valkey in Unix seconds, which a `datetime` can hold; 0 for a missing
+    one."""
     return min(number_of(milliseconds), bounds.LATEST_MS) / 1000
 
 
 async def replies_of(pipe: Pipeline) -> list[Any]:
-    """The replies of a pipeline that reads what workers write; None for a key of another kind
-    than was asked for. Whoever may write a key may change its kind, too, and must not fail
-    the reads of all others."""
+    """Returns the replies of a pipeline that reads what workers write; None for a key of another
+    kind than was asked for. Whoever may write a key may change its kind, too, and must not fail the
+    reads of all others."""
     replies = await pipe.execute(raise_on_error=False)
     for reply in replies:
         if isinstance(reply, ResponseError) and not str(reply).startswith("WRONGTYPE"):
@@ -173,7 +174,7 @@ async def run_script(client: Redis, script: Script, key_names: list[str], args: 
 
 
 async def read_strings(client: Redis, names: list[str]) -> list[bytes | None]:
-    """The first 256 bytes of strings that workers write."""
+    """Returns the first 256 bytes of strings that workers write."""
     values: list[bytes | None] = await run_script(client, READ_BOUNDED, names, ["string"])
     return values
 
@@ -195,7 +196,7 @@ async def read_answer(client: Redis, user_id: str, request_id: str) -> bytes:
 
 
 async def read_mark(client: Redis, user_id: str) -> tuple[bytes | None, dict[bytes, bytes], int]:
-    """A user's mark, the metadata next to it, and Valkey's clock (ms)."""
+    """Returns a user's mark, the metadata next to it, and Valkey's clock (ms)."""
     [mark] = await read_strings(client, [keys.mark(user_id)])
     [fields] = await read_hashes(client, [keys.metadata(user_id)])
     return mark, fields, await read_clock(client)
@@ -222,7 +223,7 @@ async def read_server_id(client: Redis) -> str:
 
 
 async def read_generation_and_server(client: Redis, fresh: str) -> tuple[str, str]:
-    """`ensure_generation` and `read_server_id`, in one round trip."""
+    """Combines `ensure_generation` and `read_server_id` in one round trip."""
     while True:
         async with client.pipeline(transaction=False) as pipe:
             pipe.get(keys.GENERATION)
@@ -291,9 +292,9 @@ async def server_known_since(client: Redis) -> float:
 
 
 async def has_lapsed(client: Redis, user_id: str, mark: str, seconds: float) -> bool:
-    """Whether a mark, and with it its worker's lease, has run out: it is not there, and
-    this server process has kept its data for at least `seconds`, so that no other one,
-    and no flush, took it away."""
+    """Returns True if a mark, and with it its worker's lease, has run out: it is not there, and
+    this server process has kept its data for at least `seconds`, so that no other one, and no
+    flush, took it away."""
     async with client.pipeline(transaction=False) as pipe:
         pipe.get(keys.mark(user_id))
         pipe.hmget(keys.SERVER_SINCE, "server", "noted_ms")

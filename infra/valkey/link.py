@@ -64,7 +64,7 @@ class ValkeyLink(asyncio.Protocol):
         on_message: Callable[[bytes, bytes], object],
         connect_again: Callable[[], Awaitable[ValkeyLink]] | None = None,
     ) -> None:
-        """`connect_again` makes another link to the same server, which is used for a look."""
+        """Takes `connect_again`, which makes another link to the same server, used for a look."""
         self._timeout = timeout
         self._on_message = on_message
         self._connect_again = connect_again

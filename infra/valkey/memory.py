@@ -23,7 +23,7 @@ class MemoryUse(NamedTuple):
 
     @classmethod
     def of(cls, info: dict[str, Any]) -> "MemoryUse":
-        """Of the reply to INFO memory."""
+        """Reads the memory use from the reply to INFO memory."""
         return cls(int(info.get("used_memory", 0)), int(info.get("maxmemory", 0)))
 
     @property

@@ -48,7 +48,8 @@ class SwitchSigner:
         self._signed: dict[str, tuple[UserSwitch, Keys, list[str]]] = {}
 
     def words(self, user_id: str, switch: UserSwitch, server: str) -> list[str]:
-        """The signed words of `UserSwitch.words`, addressed to the server with this run id."""
+        """Returns the signed words of `UserSwitch.words`, addressed to the server with this run
+        id."""
         request_keys = self._secrets.request_keys(user_id)
         addressed = msgspec.structs.replace(switch, server=server)
         known = self._signed.get(user_id)
@@ -102,7 +103,7 @@ async def write_switches(
 async def users_behind(
     client: Redis, signer: SwitchSigner, server: str, snapshot: SwitchSnapshot, users: Sequence[str]
 ) -> dict[str, SeenSwitch]:
-    """Users whose switch in Valkey is not the snapshot's, signed for this server.
+    """Returns the users whose switch in Valkey is not the snapshot's, signed for this server.
 
     Raises `RedisError`.
     """
@@ -140,6 +141,6 @@ def _version(value: bytes | None) -> int:
 def _fields(
     signer: SwitchSigner, snapshot: SwitchSnapshot, user_id: str, server: str
 ) -> dict[str, str]:
-    """The hash as it should be."""
+    """Returns the hash as it should be."""
     version, *words = signer.words(user_id, snapshot.for_user(user_id), server)
     return {SWITCH_VERSION: version, **dict(zip(words[::2], words[1::2], strict=True))}

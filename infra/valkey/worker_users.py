@@ -118,17 +118,18 @@ class WorkerUsers:
         self._scripts_on: tuple[str, date] | None = None
 
     def url(self, worker_id: str, url: str) -> str:
-        """`url` with the worker's own name and password."""
+        """Returns `url` with the worker's own name and password."""
         parts = urlsplit(url)
         place = parts.netloc.rpartition("@")[2]
         return parts._replace(netloc=f"{worker_id}:{self.password(worker_id)}@{place}").geturl()
 
     def password(self, worker_id: str) -> str:
-        """Of a new worker."""
+        """Returns the password of a new worker."""
         return self._passwords(worker_id)[0]
 
     def _passwords(self, worker_id: str) -> list[str]:
-        """One for each launch secret that is held: the worker may be older than the present one."""
+        """Returns one password for each launch secret that is held: the worker may be older than
+        the present one."""
         return [
             blake2b(
                 worker_id.encode(), key=token, person=b"valkey user", digest_size=32
@@ -137,7 +138,7 @@ class WorkerUsers:
         ]
 
     async def create(self, worker_id: str, pool: str, *, again: bool = False) -> None:
-        """Called before a launch, and `again` while it waits: the user is made if it is gone.
+        """Creates the worker's login before a launch, and `again` while it waits, if it is gone.
 
         A claimed worker gets no more rights.
         """
@@ -170,7 +171,7 @@ class WorkerUsers:
         ]
 
     async def delete(self, worker_id: str) -> None:
-        """Called when the worker has ended; cuts connections that it left."""
+        """Deletes the login of a worker that has ended; cuts connections that it left."""
         await self._ask("ACL", "DELUSER", worker_id)
 
     async def delete_unused(self, running: Collection[str]) -> None:
@@ -275,7 +276,7 @@ async def load_worker_scripts(client: Redis, database: Database) -> None:
 
 
 def free_rights(worker_id: str, pool: str) -> list[str]:
-    """Rights of a worker without a user."""
+    """Returns the rights of a worker without a user."""
     own = [keys.pool_worker(pool, worker_id), keys.pool_inbox(pool, worker_id)]
     return [*_rights(worker_id, own), _selector(["evalsha"], own)]
 
@@ -283,7 +284,7 @@ def free_rights(worker_id: str, pool: str) -> list[str]:
 def claimed_rights(
     worker_id: str, pool: str, user_id: str, budgets: Collection[str] | None = None
 ) -> list[str]:
-    """Rights of a user's worker. `budgets`: as for `WorkerUsers.admit`."""
+    """Returns the rights of a user's worker. `budgets` is as for `WorkerUsers.admit`."""
     own = [
         keys.pool_worker(pool, worker_id),
         keys.pool_inbox(pool, worker_id),
@@ -313,7 +314,7 @@ def claimed_rights(
 
 
 def _rights(worker_id: str, own: Iterable[str], read: Iterable[str] = ()) -> list[str]:
-    """Of any worker: its own keys, what all may read, and events."""
+    """Returns the rights of any worker: its own keys, what all may read, and events."""
     return [
         *(f"+{command}" for command in COMMANDS),
         *(f"~{key}" for key in own),

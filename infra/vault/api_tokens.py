@@ -34,7 +34,7 @@ class ApiTokens:
         self._file = SecretVersionFile(path)
 
     def make(self, prefix: str = API_KEY) -> str:
-        """A new token, under the present version."""
+        """Makes a new token, under the present version."""
         present = self._file.present()[0]
         signed = f"{prefix}{secrets.token_urlsafe(_RANDOM)}.{present.version}"
         return f"{signed}.{_mac(present, signed)}"
@@ -45,7 +45,7 @@ class ApiTokens:
         return datetime.fromtimestamp(self._file.present()[-1].made_at, UTC)
 
     def is_genuine(self, token: str) -> bool:
-        """Whether it was made under a version that is held."""
+        """Returns True if it was made under a version that is held."""
         signed, _, mac = token.rpartition(".")
         version = signed.rpartition(".")[2]
         if len(token) > MAX_TOKEN or not token.isascii() or not version.isdecimal():

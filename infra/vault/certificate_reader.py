@@ -122,7 +122,8 @@ def _mac_fits(content: bytes, mac: tuple[bytes, bytes, bytes, int], password: st
 
 
 def _derive(name: str, block: int, secret: bytes, salt: bytes, iterations: int) -> bytes:
-    """The key of a MAC: RFC 7292, appendix B.2, with the identifier 3 and one round of output."""
+    """Derives the key of a MAC: RFC 7292, appendix B.2, with the identifier 3 and one round of
+    output."""
     pad = (secret * block)[: block * -(-len(secret) // block)]
     result = hashlib.new(
         name, b"\3" * block + (salt * block)[: block * -(-len(salt) // block)] + pad

@@ -40,7 +40,8 @@ class KeyWrapper(Protocol):
     def key_id(self) -> str: ...
 
     async def wrap(self, data_key: bytes, context: bytes) -> bytes:
-        """`context` binds the wrapped key to its use; unwrapping needs the same bytes."""
+        """Wraps a data key. `context` binds the wrapped key to its use; unwrapping needs the same
+        bytes."""
 
 
 class KeyUnwrapper(Protocol):
@@ -214,11 +215,11 @@ class OrchestratorKeys:
         ]
 
     def launch_token(self, worker_id: str) -> bytes:
-        """For a new worker."""
+        """Returns the launch token of a new worker."""
         return self.launch_tokens(worker_id)[0]
 
     def launch_tokens(self, worker_id: str) -> list[bytes]:
-        """The tokens with which this worker may have been launched, newest first.
+        """Returns the tokens with which this worker may have been launched, newest first.
 
         Looks at the file each time (a `stat`): another orchestrator may have launched the worker
         with a secret made a moment ago.

@@ -18,7 +18,7 @@ class MasterKeyRefused(BerthError, code="MASTER_KEY_REFUSED"):
 
 
 def master_wrapper(settings: Settings) -> KeyWrapper:
-    """The half that encrypts. Raises `KmsKeyUnknown`, or what `load_public` does."""
+    """Returns the half that encrypts. Raises `KmsKeyUnknown`, or what `load_public` does."""
     if not settings.master_kms_key:
         return key_pairs.load_public(settings.master_public_file)
     from infra.vault.kms import KmsMasterKey
@@ -27,7 +27,7 @@ def master_wrapper(settings: Settings) -> KeyWrapper:
 
 
 def master_unwrapper(settings: Settings) -> KeyUnwrapper:
-    """The half that decrypts. Raises `KmsKeyUnknown`, or what `load_ring` does."""
+    """Returns the half that decrypts. Raises `KmsKeyUnknown`, or what `load_ring` does."""
     present, retired = settings.master_key_file, settings.master_key_retired
     if not settings.master_kms_key:
         return MasterKeyFiles(present, *retired)

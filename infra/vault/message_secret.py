@@ -24,7 +24,7 @@ from worker_runtime.protocol import keys
 from worker_runtime.protocol.authentication import AssignmentKeys, MessageKey, derive_key
 
 #: Seconds between two comparisons with other hosts.
-COMPARE_PERIOD = 60.0
+COMPARE_INTERVAL_S = 60.0
 #: Users whose keys are kept derived.
 _CACHED = 20_000
 
@@ -37,7 +37,7 @@ class MessageSecrets:
     """Derives the keys of users and assignments, newest version first. It stores none of them."""
 
     def __init__(self, versions: Sequence[SecretVersion]) -> None:
-        """`versions`: newest first."""
+        """Derives keys from `versions`, newest first."""
         self.versions = tuple(versions)
         self._derived: dict[tuple[bytes, ...], Keys] = {}
         #: The generations of each application's key that count, newest first
@@ -45,12 +45,12 @@ class MessageSecrets:
         self._generations: dict[str, tuple[int, ...]] = {}
 
     def request_keys(self, user_id: str) -> Keys:
-        """Of the user's requests and switch, whichever worker serves the user."""
+        """Returns the keys of the user's requests and switch, whichever worker serves the user."""
         return self._keys(b"request", user_id.encode())
 
     def service_keys(self, user_id: str) -> Keys:
-        """Of answers to the user's requests that the API
-        or an orchestrator gives; no worker has them."""
+        """Returns the keys of answers to the user's requests that the API or an orchestrator gives;
+        no worker has them."""
         return self._keys(b"service", user_id.encode())
 
     def job_keys(self, tag: str) -> Keys:
@@ -87,11 +87,11 @@ class MessageSecrets:
         )
 
     def kept_keys(self, user_id: str) -> Keys:
-        """Of the jobs that PostgreSQL keeps; no worker has them."""
+        """Returns the keys of the jobs that PostgreSQL keeps; no worker has them."""
         return self._keys(b"kept_jobs", user_id.encode())
 
     def assignment_keys(self, user_id: str, epoch: int) -> Keys:
-        """Of what the user's worker of this epoch writes."""
+        """Returns the keys of what the user's worker of this epoch writes."""
         return self._keys(b"assignment", user_id.encode(), str(epoch).encode())
 
     async def compare_with_others(self, client: Redis) -> None:
@@ -110,10 +110,10 @@ class MessageSecrets:
                         log.error("message_secret_differs", version=secret.version, hint=hint)
             except (RedisError, OSError) as error:
                 log.warning("message_secret_not_compared", error=type(error).__name__)
-            await asyncio.sleep(COMPARE_PERIOD)
+            await asyncio.sleep(COMPARE_INTERVAL_S)
 
     def for_worker(self, user_id: str, epoch: int) -> AssignmentKeys:
-        """What the worker of this assignment gets."""
+        """Returns the keys that the worker of this assignment gets."""
         return AssignmentKeys(
             request=self.request_keys(user_id), assignment=self.assignment_keys(user_id, epoch)
         )

@@ -57,8 +57,8 @@ class SecretFolders:
     """Every method raises `SecretsUnavailable`."""
 
     def __init__(self, folders: Mapping[Path, str], client: Any = None) -> None:
-        """`folders`: to the ARN of each one's secret;
-        all are of one region. `client`: of Secrets Manager."""
+        """Maps `folders` to the ARNs of their secrets, all of one region. `client` is one of
+        Secrets Manager."""
         self._folders = folders
         # Not every agent of ECS names the region in the environment of a container.
         region = next((arn.split(":")[3] for arn in folders.values() if arn.count(":") > 3), None)
@@ -83,8 +83,8 @@ class SecretFolders:
             log.info("secret_pulled", folder=str(folder), files=len(files))
 
     def push(self) -> list[Path]:
-        """Stores the folders that differ from what was pulled;
-        returns them. Raises `SecretChanged`."""
+        """Stores the folders that differ from what was pulled; returns them. Raises
+        `SecretChanged`."""
         changed = {}
         for folder, arn in self._folders.items():
             version, before = self._pulled[folder]
@@ -145,8 +145,8 @@ def follow(folders: SecretFolders) -> None:
 
 
 def run(folders: SecretFolders, command: Sequence[str]) -> int:
-    """Runs a command on the folders, and stores what
-    it changed if it ended with 0. Returns its exit code.
+    """Runs a command on the folders, and stores what it changed if it ended with 0. Returns its
+    exit code.
 
     Raises what `pull` and `push` do.
     """

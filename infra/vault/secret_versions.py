@@ -52,7 +52,8 @@ class SecretVersionFile:
         self._versions = load_versions(path)
 
     def present(self, *, now: bool = False) -> tuple[SecretVersion, ...]:
-        """Newest first. `now`: looks at the file even if it was looked at a moment ago."""
+        """Returns the versions, newest first. With `now`, looks at the file even if it was looked
+        at a moment ago."""
         if now or time.monotonic() - self._checked > self._check_period:
             self._read_if_replaced()
         return self._versions
@@ -81,7 +82,7 @@ def _identity(path: Path) -> tuple[int, int, int]:
 
 
 def load_versions(path: Path) -> tuple[SecretVersion, ...]:
-    """The versions in a file, newest first. Raises `KeyFileMissing`, `KeyFileExposed` or
+    """Returns the versions in a file, newest first. Raises `KeyFileMissing`, `KeyFileExposed` or
     `KeyFileCorrupt`."""
     data = key_file.read_key_file(path, private=True)
     try:
@@ -105,8 +106,8 @@ def create_versions(path: Path, *, payload_format: int = 1) -> None:
 
 
 def add_version(path: Path, *, keep: int, payload_format: int = 1) -> int:
-    """Adds a version, keeps the newest `keep`;
-    returns its number. Raises what `load_versions` does."""
+    """Adds a version, keeps the newest `keep`; returns its number. Raises what `load_versions`
+    does."""
     load_versions(path)  # says what is missing, before there is a folder to lock
     with key_file.locked(path.parent):
         versions = load_versions(path)

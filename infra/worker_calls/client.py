@@ -264,8 +264,8 @@ class WorkerClient:
         raise RequestWithdrawn(withdrawal, reason)
 
     async def _try_to_withdraw(self, user_id: str, queued: QueuedRequest, answer: Answer) -> bool:
-        """Withdraws the request from the queue;
-        retries after a lost reply. The script is idempotent."""
+        """Withdraws the request from the queue; retries after a lost reply. The script is
+        idempotent."""
         for _ in range(MAX_WITHDRAW_ATTEMPTS - 1):
             try:
                 return await self.queue.withdraw(user_id, queued.frame, answer)

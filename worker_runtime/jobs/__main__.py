@@ -13,8 +13,8 @@ from worker_runtime.protocol.launch import ExitCode
 
 
 def main(registry: JobRegistry | None = None) -> ExitCode:
-    """Reads the configuration and runs jobs;
-    returns the exit code. `registry`: other jobs than ours."""
+    """Reads the configuration and runs jobs; returns the exit code. `registry`: other jobs than
+    ours."""
     try:
         config = parse_config(read_document())
     except BadConfig as error:

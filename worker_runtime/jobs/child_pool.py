@@ -34,7 +34,7 @@ from worker_runtime.process.clock import wall_ms
 from worker_runtime.protocol.errors import BerthError
 
 #: Seconds that a runner's entry outlives the timeout of its longest job.
-_BEYOND_TIMEOUT = 60
+_ENTRY_MARGIN_S = 60
 #: Bytes of output that are kept from the beginning, and from the end.
 _MAX_HALF_BYTES = 8192
 #: Bytes of one read. Each job is followed by one, mostly in vain:
@@ -47,7 +47,7 @@ class OutputCapture:
     up."""
 
     def __init__(self, descriptor: int) -> None:
-        """`descriptor`: the pipe's reading end; must not block."""
+        """Reads from `descriptor`, the pipe's reading end, which must not block."""
         self.descriptor = descriptor
         self._head = b""
         self._tail = b""
@@ -125,7 +125,8 @@ class JobChild:
         return True
 
     def receive(self) -> bytes | None:
-        """One packet; b"" when the child has closed its end, None when nothing has arrived."""
+        """Returns one packet; b"" when the child has closed its end, None when nothing has
+        arrived."""
         try:
             return receive_packet(self.link)
         except BlockingIOError:
@@ -172,14 +173,14 @@ class ChildPool:
         self._free.append(self._fork())
 
     def secrets_of(self, job: Job) -> Mapping[str, str]:
-        """The secrets that a job's type names."""
+        """Returns the secrets that a job's type names."""
         return {}
 
     def run_due(self) -> None:
         """Does what has to be done now and then; the runner's loop calls it in each turn."""
 
     def seconds_until_due(self) -> float:
-        """Seconds until `run_due` has something to do."""
+        """Returns the seconds until `run_due` has something to do."""
         return math.inf
 
     def exceeds_memory(self, run: "JobRun") -> bool:
@@ -187,12 +188,12 @@ class ChildPool:
         return False
 
     def take(self, job: Job) -> JobChild:
-        """A child for one job: the one that came back last,
-        whose memory is warm; raises `NotForked`."""
+        """Returns a child for one job: the one that came back last, whose memory is warm. Raises
+        `NotForked`."""
         return self._free.pop() if self._free else self._fork()
 
     def give_back(self, child: JobChild) -> None:
-        """After a job: the child runs another one if it may."""
+        """Takes a child back after a job: it runs another one if it may."""
         if child.uses > 0 and child.pid in self._all:  # its last packet may be read after its end
             self._free.append(child)
 
@@ -202,7 +203,8 @@ class ChildPool:
             child.kill(signal.SIGKILL)
 
     def reap(self) -> list[tuple[JobChild, int]]:
-        """The children that have ended, each with its exit status (negative: the signal)."""
+        """Returns the children that have ended, each with its exit status (negative: the
+        signal)."""
         ended = []
         for pid in kernel.ended_children():
             child = self._all.pop(pid, None)
@@ -244,7 +246,8 @@ class ChildPool:
         self._free.clear()
 
     def _fork(self) -> JobChild:
-        """A child with a socket for messages and a pipe for its output; raises `NotForked`."""
+        """Forks a child with a socket for messages and a pipe for its output; raises
+        `NotForked`."""
         parent = os.getpid()
         try:
             with contextlib.ExitStack() as runner_ends, contextlib.ExitStack() as child_ends:
@@ -294,8 +297,8 @@ def make_ends(
 
 
 def _address_space() -> int:
-    """Bytes of address space of this process, and so of its next child. A child would have to copy
-    more pages to find out by itself."""
+    """Returns the bytes of address space of this process, and so of its next child. A child would
+    have to copy more pages to find out by itself."""
     descriptor = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
     try:
         return int(os.read(descriptor, 128).split()[0]) * resource.getpagesize()
@@ -319,9 +322,9 @@ class JobRun:
 class RunningJobs:
     """All runs, by their fences. A kill is TERM to the child's whole group, then KILL."""
 
-    def __init__(self, grace: float, ttl: int = RUNNER_TTL, margin: int = _BEYOND_TIMEOUT) -> None:
-        """`grace`: seconds between TERM and KILL.
-        `ttl`, `margin`: of the runner's entry, see `entry_ttl`."""
+    def __init__(self, grace: float, ttl: int = RUNNER_TTL, margin: int = _ENTRY_MARGIN_S) -> None:
+        """Takes `grace`, the seconds between TERM and KILL, and the runner's entry's `ttl` and
+        `margin` (see `entry_ttl`)."""
         self._grace = grace
         self._ttl = ttl
         self._margin = margin
@@ -338,7 +341,7 @@ class RunningJobs:
         self._by_fence[claimed.fence] = JobRun(claimed, job, child, wall_ms(), kill_at)
 
     def find(self, child: JobChild, fence: int) -> JobRun | None:
-        """The run with this fence, if it is in this child."""
+        """Returns the run with this fence, if it is in this child."""
         run = self._by_fence.get(fence)
         return run if run is not None and run.child is child else None
 
@@ -355,7 +358,7 @@ class RunningJobs:
         return [run.claimed.job_id for run in self._by_fence.values()]
 
     def seconds_until_due(self) -> float:
-        """Seconds until the next run has to be killed."""
+        """Returns the seconds until the next run has to be killed."""
         first = min([run.kill_at for run in self._by_fence.values()], default=math.inf)
         return first - time.monotonic()
 
@@ -395,7 +398,8 @@ class RunningJobs:
         self._by_fence.clear()
 
     def entry_ttl(self) -> int:
-        """Seconds that the runner's entry has to live: it outlives its longest job's timeout."""
+        """Returns the seconds that the runner's entry has to live: it outlives its longest job's
+        timeout."""
         longest = max((run.job.timeout for run in self._by_fence.values()), default=0.0)
         return max(self._ttl, math.ceil(longest) + self._margin)
 

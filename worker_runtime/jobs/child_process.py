@@ -45,11 +45,11 @@ _DESCRIPTORS = 1024
 #: `_signal` takes plain numbers.
 _DEFAULT = int(signal.SIG_DFL)
 #: Seconds between two messages of progress; those that come sooner are dropped.
-_PROGRESS_PERIOD = 0.1
+_PROGRESS_INTERVAL_S = 0.1
 #: Bytes of one report of progress; a larger one is dropped.
 MAX_PROGRESS = 8 * 1024
 #: Seconds that a run may ask to wait for its next attempt.
-MAX_DELAY = 86_400.0
+MAX_DELAY_S = 86_400.0
 #: Bytes of one packet: a job or a result (64 KiB each) and its envelope.
 MAX_PACKET = 160 * 1024
 
@@ -114,9 +114,9 @@ def bounded(outcome: RunOutcome) -> RunOutcome:
         outcome,
         value=value,
         failure=failure,
-        took=min(max(outcome.took, 0.0), MAX_DELAY),
+        took=min(max(outcome.took, 0.0), MAX_DELAY_S),
         traceback=outcome.traceback[-MAX_TRACEBACK:],
-        delay=None if outcome.delay is None else min(max(outcome.delay, 0.0), MAX_DELAY),
+        delay=None if outcome.delay is None else min(max(outcome.delay, 0.0), MAX_DELAY_S),
         output=outcome.output[:MAX_PACKET],
     )
 
@@ -133,7 +133,7 @@ _view = memoryview(_buffer)
 
 
 def receive_packet(link: socket.socket) -> bytes:
-    """One packet; b"" when the other side has closed. Raises `OSError`."""
+    """Returns one packet; b"" when the other side has closed. Raises `OSError`."""
     return bytes(_view[: link.recv_into(_buffer)])
 
 
@@ -145,7 +145,7 @@ class ChildProcess:
     """A child, from its fork to its end. A subclass runs the jobs."""
 
     def __init__(self, link: socket.socket, output: int, uses: int) -> None:
-        """`uses`: jobs that it may run."""
+        """Serves a child that may run `uses` jobs."""
         self._link = link
         self._output = output
         self._uses = uses
@@ -201,7 +201,7 @@ class ChildProcess:
         """Tells the runner of a job's progress, unless it has just done so."""
         now = time.monotonic()
         if now >= self._next_progress:
-            self._next_progress = now + _PROGRESS_PERIOD
+            self._next_progress = now + _PROGRESS_INTERVAL_S
             packet = encode_message(
                 JobProgress(fence=fence, value=msgspec.Raw(msgspec.json.encode(value)))
             )
@@ -221,7 +221,7 @@ class BuiltInChildProcess(ChildProcess):
     def __init__(
         self, link: socket.socket, output: int, registry: "JobRegistry", uses: int, size: int
     ) -> None:
-        """`uses`: jobs that it may run. `size`: bytes of address space at the start."""
+        """Serves a child that may run `uses` jobs and starts with `size` bytes of address space."""
         super().__init__(link, output, uses)
         self._registry = registry
         self._size = size

@@ -134,7 +134,7 @@ class RunJudge:
 
 
 def jittered(delay: float, shorter: float = _JITTER) -> float:
-    """`delay` (seconds), up to a quarter longer, or shorter by up to that part."""
+    """Returns `delay` (seconds), up to a quarter longer, or shorter by up to the part `shorter`."""
     # Jitter needs no cryptographic randomness.
     return delay * random.uniform(1 - shorter, 1 + _JITTER)  # noqa: S311
 
@@ -152,14 +152,14 @@ class PendingRunEnds:
         self._written: list[RunEnd] = []
 
     def __len__(self) -> int:
-        """The number of ends still to be written."""
+        """Returns the number of ends still to be written."""
         return len(self._open)
 
     def add(self, end: RunEnd) -> None:
         self._open.append(end)
 
     def to_write(self) -> list[FinishedRun]:
-        """All ends to send now, with those whose reply was lost."""
+        """Returns all ends to send now, with those whose reply was lost."""
         finished = []
         for end in self._open:
             end.sent += 1
@@ -182,7 +182,8 @@ class PendingRunEnds:
         return {end.claimed.fence for end in self._open}
 
     def disown(self) -> None:
-        """The jobs are no longer this runner's: no fencing number fits these ends."""
+        """Gives up the jobs, which are no longer this runner's: no fencing number fits these
+        ends."""
         for end in self._open:
             end.claimed = msgspec.structs.replace(end.claimed, fence=0)
 

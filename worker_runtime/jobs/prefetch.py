@@ -43,7 +43,7 @@ class RuntimeEstimate:
         self._mean[name] = mean + (min(seconds, _MAX_SAMPLE) - mean) * _WEIGHT
 
     def brief_types(self) -> str:
-        """The types that may be prefetched, comma separated, as a claim takes them."""
+        """Returns the types that may be prefetched, comma separated, as a claim takes them."""
         return ",".join(sorted(name for name, mean in self._mean.items() if mean < BRIEF_RUNTIME))
 
 
@@ -56,7 +56,7 @@ class PrefetchedJob:
     since: float = field(default_factory=time.monotonic)
 
     def waited_ms(self) -> int:
-        """Milliseconds since the job was due."""
+        """Returns the milliseconds since the job was due."""
         return self.claimed.waited_ms + round((time.monotonic() - self.since) * 1000)
 
 
@@ -96,17 +96,17 @@ class PrefetchedJobs:
         return None
 
     def mark_for_release(self) -> None:
-        """None of the jobs here starts any more: all go back to the queue."""
+        """Marks all jobs here for their return to the queue: none starts any more."""
         self._releasing = bool(self._jobs)
 
     def to_release(self) -> list[PrefetchedJob]:
-        """The jobs to give back now. The caller calls `clear` once Valkey has confirmed."""
+        """Returns the jobs to give back now. The caller calls `clear` once Valkey has confirmed."""
         if self.seconds_until_due() <= 0:
             self.mark_for_release()
         return list(self._jobs) if self._releasing else []
 
     def seconds_until_due(self) -> float:
-        """Seconds until the jobs have waited for too long."""
+        """Returns the seconds until the jobs have waited for too long."""
         if not self.may_start():
             return math.inf
         return self._jobs[0].since + MAX_PREFETCH_WAIT - time.monotonic()

@@ -82,7 +82,7 @@ class FinishedRun(msgspec.Struct, frozen=True):
     crashed: bool = False
 
     def arguments(self) -> tuple[Argument, ...]:
-        """The seven values of one end, as `finish_and_claim.lua` takes them."""
+        """Returns the seven values of one end, as `finish_and_claim.lua` takes them."""
         delay = round(self.delay * 1000)
         return (
             self.job_id,
@@ -207,8 +207,8 @@ class JobQueue:
         ]
 
     def list_held(self) -> list[ClaimedJob] | None:
-        """All jobs that the queue says this runner holds;
-        None: it is not registered. Safe to repeat.
+        """Returns all jobs that the queue says this runner holds; None if it is not registered.
+        Safe to repeat.
 
         A claim that is still under way takes nothing after this.
         """
@@ -234,12 +234,12 @@ class JobQueue:
         return Renewal(True, reply[1] == b"suspended", _seconds(reply[2]), _beats(reply[3:]))
 
     def beats(self) -> dict[str, bytes]:
-        """The beats of all runners. Safe to repeat."""
+        """Returns the beats of all runners. Safe to repeat."""
         return _beats(self.client.execute("HGETALL", job_keys.beats(self.tag)))
 
     def reap(self, runner_id: str, beat: bytes) -> dict[str, str] | None:
-        """Takes a dead runner's jobs back:
-        job → what became of it; None: it lives. Safe to repeat."""
+        """Takes a dead runner's jobs back: job → what became of it; None: it lives. Safe to
+        repeat."""
         reply = self._reap(runner_id, beat, 1)
         return None if reply[0] == b"alive" else _fates(reply)
 
@@ -261,7 +261,7 @@ class JobQueue:
         )
 
     def result(self, job_id: str) -> JobResult | None:
-        """The stored result. Safe to repeat."""
+        """Returns the stored result. Safe to repeat."""
         stored = self.client.execute("GET", job_keys.result(self.tag, job_id))
         return None if stored is None else read_result(stored)
 
@@ -270,7 +270,7 @@ class JobQueue:
         self._run(job_scripts.RING)
 
     def doorbells(self) -> list[str]:
-        """The lists that an idle runner waits on."""
+        """Returns the lists that an idle runner waits on."""
         queues = self.identity.queues
         return [
             job_keys.doorbell(self.tag, "" if queue == ALL_QUEUES else queue) for queue in queues

@@ -36,7 +36,7 @@ class LeaseObserver:
     """
 
     def __init__(self, lease: float) -> None:
-        """`lease` in seconds."""
+        """Observes runners whose lease is `lease` seconds."""
         self._lease = lease
         self._max_step = 3 * self.period
         self._last: float | None = None
@@ -131,7 +131,7 @@ class RunnerRegistration:
         return self._due_at is not None or self._observer.has_others()
 
     def seconds_until_due(self) -> float:
-        """Seconds until `run_due` has something to do."""
+        """Returns the seconds until `run_due` has something to do."""
         if not self.reachable:
             return self._backoff.seconds_until_due()
         due = self._next_renewal
@@ -157,11 +157,11 @@ class RunnerRegistration:
         return False
 
     def renew_soon(self) -> None:
-        """The next `run_due` renews."""
+        """Lets the next `run_due` renew the lease."""
         self._next_renewal = 0.0
 
     def set_next_due(self, due: float | None) -> None:
-        """`due`: seconds until a delayed job is due; None: there is none."""
+        """Sets the seconds until a delayed job is due; None if there is none."""
         self._due_at = None if due is None else time.monotonic() + due
 
     def ensure_lease(self, stopping: bool) -> bool:
@@ -239,7 +239,7 @@ class RunnerRegistration:
         return self.reachable
 
     def _lease_age(self) -> float:
-        """Seconds since the last renewal was sent."""
+        """Returns the seconds since the last renewal was sent."""
         return math.inf if self._renewed_at is None else time.monotonic() - self._renewed_at
 
     def _renew(self, stopping: bool) -> bool:

@@ -34,12 +34,12 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
 #: quota of a quarter CPU, 64 forks among busy children took longer than a lease (measured).
 _MAX_CLAIM = 4
 #: Seconds that a stopping runner tries to write the ends of its last jobs.
-_SHUTDOWN_LIMIT = 10.0
+_SHUTDOWN_TIMEOUT_S = 10.0
 #: Seconds that it then tries to sign off. A runner next to a session gets four seconds in all.
-_SIGN_OFF_LIMIT = 3.0
+_SIGN_OFF_TIMEOUT_S = 3.0
 #: Seconds. No other runner waits to take over from a user's,
 #: so a long lease will do: a write every 5 s.
-_USERS_LEASE = 15.0
+_USER_RUNNER_LEASE_S = 15.0
 #: Orders come first: at 10, the kernel gives a busy session about nine times as much CPU.
 _USERS_NICE = 10
 
@@ -60,7 +60,7 @@ class QueueListener(Doorbell):
         on_element: Callable[[bytes], None],
         on_connect: Callable[[], None],
     ) -> None:
-        """`client` is used by this listener alone."""
+        """Takes a `client` that this listener alone uses."""
         super().__init__(client, (), selector, log)
         self._on_element = on_element
         self._on_connect = on_connect
@@ -72,7 +72,7 @@ class QueueListener(Doorbell):
             self._on_element(element)
 
     def seconds_until_due(self) -> float:
-        """Seconds until `run_due` has something to do."""
+        """Returns the seconds until `run_due` has something to do."""
         return super().seconds_until_due() if self._keys else 3600.0
 
     def listen(self, keys: Sequence[str]) -> None:
@@ -232,7 +232,7 @@ class JobRunner:
         if not self._executor.stopping or self._runs:
             return False
         if self._leave_by is None:
-            self._leave_by = time.monotonic() + _SHUTDOWN_LIMIT
+            self._leave_by = time.monotonic() + _SHUTDOWN_TIMEOUT_S
         return not (self._pending_ends or self._prefetched) or time.monotonic() >= self._leave_by
 
     def _check_idleness(self) -> None:
@@ -257,7 +257,7 @@ class JobRunner:
         self._executor.pool.close()
         self._doorbell.stop()
         self._mailbox.stop()
-        until = time.monotonic() + _SIGN_OFF_LIMIT
+        until = time.monotonic() + _SIGN_OFF_TIMEOUT_S
         while not self._sign_off(last_try=time.monotonic() >= until):
             time.sleep(0.05)
         self._log.info("job_runner_ended", runner=self._registration.runner_id)
@@ -415,7 +415,7 @@ def run_for_user(config: WorkerConfig, shared_state: SharedState, log: Log) -> E
         valkey_url=config.valkey_url,
         message_keys=shared_state.message_keys().request,
         tag=job_keys.user_tag(shared_state.user_id),
-        lease=_USERS_LEASE,
+        lease=_USER_RUNNER_LEASE_S,
         idle_exit=config.jobs_idle,
         version=config.version,
         log_level=config.log_level,

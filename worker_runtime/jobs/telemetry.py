@@ -54,7 +54,7 @@ class JobEventLog:
         self._add(JobEvent(action, outcome, duration), level, self._labels(claimed, job), error)
 
     def log_returned(self, job_id: str, fate: str, dead: str) -> None:
-        """A dead runner's job went back to its queue, or ended."""
+        """Logs that a dead runner's job went back to its queue, or ended."""
         labels: dict[str, object] = {"job_id": job_id, "runner": self._runner, "dead_runner": dead}
         self._add(JobEvent(f"job-{fate}", "unknown"), "warning", labels)
 
@@ -117,16 +117,16 @@ class JobCounters:
         self._observe(CounterKind.WAIT, waited_ms, job.queue, job.priority)
 
     def count_end(self, job: Job | None, status: JobStatus, ran_ms: int | None) -> None:
-        """`job` is None if it is not authentic,
-        or unknown to this runner; `ran_ms` if it never started."""
+        """Counts the end of a run. `job` is None if it is not authentic, or unknown to this runner;
+        `ran_ms` if it never started."""
         name, queue = (job.name, job.queue) if job is not None else ("", "")
         self.add(CounterKind.ENDED, (queue, name, status))
         if job is not None and ran_ms is not None:
             self._observe(CounterKind.RUN, ran_ms, name)
 
     def next_batch(self) -> tuple[int, bytes]:
-        """The counts to send now and their number.
-        The same again until `acknowledged`; b"" for none."""
+        """Returns the counts to send now and their number: the same until `acknowledged`, b"" for
+        none."""
         if not self._sent and self._unsent:
             self._sent = {
                 counter_field(kind, *map(str, labels)): n
@@ -137,7 +137,7 @@ class JobCounters:
         return self._number, _encode_counts(self._sent) if self._sent else b""
 
     def acknowledged(self) -> None:
-        """Valkey has added the last batch."""
+        """Records that Valkey has added the last batch."""
         self._sent = {}
 
     def _observe(self, kind: CounterKind, value_ms: int, *labels: str | int) -> None:

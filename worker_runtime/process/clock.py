@@ -15,17 +15,17 @@ NS_PER_MS = 1_000_000
 
 
 def boot_ns() -> int:
-    """Nanoseconds since boot, suspension included."""
+    """Returns the nanoseconds since boot, suspension included."""
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
 def wall_ms() -> int:
-    """Unix milliseconds."""
+    """Returns the time in Unix milliseconds."""
     return time.time_ns() // NS_PER_MS
 
 
 def seconds_until(deadline_ns: int) -> float:
-    """Seconds until a time on CLOCK_MONOTONIC (ns); negative when it has passed."""
+    """Returns the seconds until a time on CLOCK_MONOTONIC (ns); negative when it has passed."""
     return (deadline_ns - time.monotonic_ns()) / SECOND
 
 
@@ -53,7 +53,7 @@ class Backoff:
         return time.monotonic() >= self._next
 
     def seconds_until_due(self) -> float:
-        """Seconds until the next attempt."""
+        """Returns the seconds until the next attempt."""
         return max(0.0, self._next - time.monotonic())
 
     def failed(self, at_least: float = 0.0) -> None:

@@ -88,7 +88,8 @@ def _read_container_config() -> WorkerConfig:
 
 
 def read_launch_document(environment: Mapping[str, str]) -> bytes:
-    """The decrypted document. Raises `BadLaunchDocument` or `BadLaunchKey`, never with a value."""
+    """Returns the decrypted launch document. Raises `BadLaunchDocument` or `BadLaunchKey`, never
+    with a value."""
     path = Path(environment.get(launch_document.KEY_FILE, DEFAULT_KEY_FILE))
     try:
         key = launch_document.key_from(path.read_bytes())
@@ -102,7 +103,8 @@ def read_launch_document(environment: Mapping[str, str]) -> bytes:
 
 
 def read_task_id(environment: Mapping[str, str], patience: float = TASK_ID_TIMEOUT_S) -> str:
-    """This task's id, as its launcher knows it; '' outside of ECS. Raises `BadLaunchDocument`."""
+    """Returns this task's id, as its launcher knows it; '' outside of ECS. Raises
+    `BadLaunchDocument`."""
     base = environment.get(METADATA_VARIABLE, "")
     if not base:
         return ""
@@ -119,7 +121,8 @@ def read_task_id(environment: Mapping[str, str], patience: float = TASK_ID_TIMEO
 
 
 def _fetch_task_metadata(base: str) -> str:
-    """One plain request over a socket: `http.client` would cost each worker 6.5 MB (measured)."""
+    """Requests the task's metadata over a plain socket: `http.client` would cost each worker 6.5 MB
+    (measured)."""
     url = urlsplit(base)
     with socket.create_connection(
         (url.hostname or "", url.port or 80), timeout=ATTEMPT_TIMEOUT_S

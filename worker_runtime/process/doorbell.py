@@ -86,7 +86,8 @@ class Doorbell:
         listening: Listening = PATIENT,
         on_silence: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_silence` is called when the connection has died silently: others may have, too."""
+        """Listens on `keys`; calls `on_silence` when the connection has died silently: others may
+        have, too."""
         self._client = client  # used by this doorbell alone
         self._times = listening
         self._on_silence = on_silence
@@ -100,7 +101,7 @@ class Doorbell:
         self._registered: int | None = None
 
     def seconds_until_due(self) -> float:
-        """Seconds until `run_due` has something to do."""
+        """Returns the seconds until `run_due` has something to do."""
         if self._client.connected:
             return max(0.0, self._silent_after - time.monotonic()) if self._listening else 0.0
         return self._backoff.seconds_until_due()
@@ -133,8 +134,8 @@ class Doorbell:
         return True
 
     def read_rings(self) -> list[bytes]:
-        """The elements that have arrived. Call it when the descriptor is readable, and `run_due`
-        after it."""
+        """Returns the elements that have arrived. Call it when the descriptor is readable, and
+        `run_due` after it."""
         try:
             reply = raise_if_error(self._client.ready())
         except ValkeyFailed as error:
@@ -209,11 +210,11 @@ class JobDoorbell:
         self._runners_before = 0
 
     def fileno(self) -> int:
-        """Readable when something rang."""
+        """Returns a descriptor that is readable when something rang."""
         return self._selector.fileno()
 
     def seconds_until_due(self) -> float:
-        """Seconds until `run_due` has something to do."""
+        """Returns the seconds until `run_due` has something to do."""
         return (
             (self._backoff.seconds_until_due() or 3600.0)
             if self._doorbell is None
@@ -247,13 +248,14 @@ class JobDoorbell:
             self._request_runner()
 
     def _fork_pending(self) -> bool:
-        """Whether the zygote was asked a moment ago and has not forked yet."""
+        """Returns True if the zygote was asked a moment ago and has not forked yet."""
         if self._signalled_at is None or self._shared_state.jobs_number != self._runners_before:
             return False
         return time.monotonic() < self._signalled_at + _SIGNAL_RETRY_INTERVAL_S
 
     def _has_work(self, tag: str) -> bool:
-        """Whether jobs wait, or an earlier runner is registered, whose jobs have to be taken back.
+        """Returns True if jobs wait, or an earlier runner is registered, whose jobs have to be
+        taken back.
 
         A ring may have been lost, and a dead runner does not ring.
         """

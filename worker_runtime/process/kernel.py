@@ -34,21 +34,21 @@ def _prctl(option: int, argument: int | bytes) -> None:
 
 
 def forbid_dumps() -> None:
-    """Forbids core files and that other processes of this
-    user read this one's memory. Forks inherit both."""
+    """Forbids core files and that other processes of this user read this one's memory. Forks
+    inherit both."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _prctl(_PR_SET_DUMPABLE, 0)
 
 
 def forbid_privileges() -> None:
-    """Makes programs with set-user-ID give nothing
-    to this process and its forks. Cannot be undone."""
+    """Makes programs with set-user-ID give nothing to this process and its forks. Cannot be
+    undone."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
 def drop_capabilities() -> None:
-    """Takes root's rights from this process and its forks,
-    for ever; the user id stays. Raises `OSError`."""
+    """Takes root's rights from this process and its forks, for ever; the user id stays. Raises
+    `OSError`."""
     for capability in range(64):
         if (
             _prctl_call(_PR_CAPBSET_DROP, capability, 0, 0, 0) != 0
@@ -114,8 +114,8 @@ def _children() -> Iterator[int]:
 
 
 def ended_children() -> Iterator[int]:
-    """Process ids of children that have ended.
-    Reap each before the next: until then the id is its own."""
+    """Yields the process ids of children that have ended. Reap each before the next: until then the
+    id is its own."""
     while True:
         try:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -127,13 +127,13 @@ def ended_children() -> Iterator[int]:
 
 
 def rename_process(name: str) -> None:
-    """The name that `ps -o comm` shows: at most 15 bytes."""
+    """Sets the name that `ps -o comm` shows, of at most 15 bytes."""
     _prctl(_PR_SET_NAME, name.encode()[:15] + b"\0")
 
 
 def host_wait(pid: int) -> float:
-    """Seconds for which the threads of a process have waited for a CPU until now; infinite while
-    the process waits for a disk or for memory, 0 where the kernel does not say."""
+    """Returns the seconds for which the threads of a process have waited for a CPU until now;
+    infinite while the process waits for a disk or for memory, 0 where the kernel does not say."""
     try:
         if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "D":
             return math.inf

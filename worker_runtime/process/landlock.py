@@ -36,7 +36,8 @@ class _PathBeneath(ctypes.Structure):
 
 
 def landlock_version() -> int:
-    """The version of the kernel's Landlock; 0 where there is none, or where it may not be used."""
+    """Returns the version of the kernel's Landlock; 0 where there is none, or where it may not be
+    used."""
     return max(
         0,
         int(
@@ -49,7 +50,7 @@ class Fence:
     """A fence that this process, and later its forks, can step behind. Raises `OSError`."""
 
     def __init__(self, hidden: Sequence[Path] = ()) -> None:
-        """`hidden`: folders and files that nobody behind the fence reaches."""
+        """Builds a fence that hides the folders and files `hidden` from every process behind it."""
         version = landlock_version()
         #: What it keeps apart: '' for nothing, 'memory', or 'memory and signals'.
         self.strength = "memory and signals" if version >= 6 else "memory" if version else ""
@@ -93,8 +94,8 @@ class Fence:
 
 
 def _everything_but(hidden: Sequence[Path]) -> Iterator[Path]:
-    """The largest folders that together hold all but the hidden ones:
-    Landlock only knows what is allowed."""
+    """Yields the largest folders that together hold all but the hidden ones: Landlock only knows
+    what is allowed."""
     if not hidden:
         yield Path("/")
         return

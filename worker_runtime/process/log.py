@@ -30,7 +30,7 @@ class Log:
         self._fields = fields
 
     def bind(self, **fields: Any) -> Log:
-        """A log with further fields in every line."""
+        """Returns a log with further fields in every line."""
         bound = Log(output=self._output, **{**self._fields, **fields})
         bound._threshold = self._threshold
         return bound
@@ -74,8 +74,8 @@ class Log:
 
 
 def silence_libraries() -> None:
-    """Points standard output and error at /dev/null;
-    the log keeps its descriptor. Safe to call again.
+    """Points standard output and error at /dev/null; the log keeps its descriptor. Safe to call
+    again.
 
     Shioaji 1.7.9 writes the first characters of an API
     key to standard error when a connection fails.

@@ -31,7 +31,8 @@ def new_worker_event(
     kind: WorkerEventKind,
     detail: str,
 ) -> WorkerEvent:
-    """An event in the life of this worker, now. `sequence` comes from the shared state."""
+    """Returns an event in the life of this worker, as of now. `sequence` comes from the shared
+    state."""
     return WorkerEvent(
         worker_id=config.worker_id,
         user_id=shared_state.user_id,

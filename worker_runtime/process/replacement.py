@@ -58,7 +58,7 @@ def record_kill(shared_state: SharedState, reason: KillReason) -> None:
 
 
 def replacement_reason(shared_state: SharedState) -> str:
-    """Why the present session replaced another one."""
+    """Returns why the present session replaced another one."""
     killed_session, reason = divmod(shared_state.killed_for, 16)
     if killed_session == shared_state.session_number - 1:
         return KillReason(reason).text()

@@ -55,8 +55,8 @@ class Submissions:
         self._count[0] = count + 1  # after the hash: what is counted is complete
 
     def __contains__(self, order_id: str) -> bool:
-        """Whether this worker, in this session process
-        or an earlier one, has begun to submit the order."""
+        """Returns True if this worker, in any of its session processes, has begun to submit the
+        order."""
         self._catch_up()
         return _hash_order_id(order_id) in self._known
 
@@ -138,7 +138,7 @@ LEASE_MARGIN = 5.0
 #: Seconds before the end of the lease at which the supervisor kills a session that has not closed.
 KILL_MARGIN = 2.0
 #: Seconds that a reply may take even when the lease is used up, for what is still to be sent.
-_SHORTEST_WAIT = 0.1
+_MIN_WAIT_S = 0.1
 
 
 class _Word:
@@ -232,7 +232,7 @@ class SharedState:
         self.key_session = self.session_number
 
     def public_key(self) -> bytes:
-        """The present session's public key; empty while it has not made one."""
+        """Returns the present session's public key; empty while it has not made one."""
         session = self.session_number
         if session == 0 or self.key_session != session:
             return b""
@@ -269,7 +269,7 @@ class SharedState:
         self.message_keys_written = written
 
     def message_keys(self) -> AssignmentKeys:
-        """The present message keys; none before the first were written."""
+        """Returns the present message keys; none before the first were written."""
         while self._message_keys[0] != (written := self.message_keys_written):
             data = self._read_text(_MESSAGE_KEYS_OFFSETS[written % 2])
             # Otherwise a later write may have begun in this place.
@@ -278,13 +278,15 @@ class SharedState:
         return self._message_keys[1]
 
     def next_session_event(self) -> int:
-        """A sequence number for an event of the session: even, and later than any seen before."""
+        """Returns a sequence number for an event of the session: even, and later than any seen
+        before."""
         following = max(self.session_events, self.supervisor_events) + 1
         self.session_events = following + following % 2
         return self.session_events
 
     def next_supervisor_event(self) -> int:
-        """A sequence number for an event of the supervisor: odd, so that the two never collide."""
+        """Returns a sequence number for an event of the supervisor: odd, so that the two never
+        collide."""
         following = max(self.session_events, self.supervisor_events) + 1
         self.supervisor_events = following + 1 - following % 2
         return self.supervisor_events
@@ -301,8 +303,8 @@ class SharedState:
 
 
 def health_text(shared_state: SharedState) -> str:
-    """For the metadata: `well`, `waiting for credentials`,
-    `connecting`, `reconnecting`, `degraded: CODE`."""
+    """Returns the health for the metadata: `well`, `waiting for credentials`, `connecting`,
+    `reconnecting`, `degraded: CODE`."""
     condition, trouble = HealthCondition(shared_state.condition), shared_state.trouble
     if condition in (HealthCondition.WELL, HealthCondition.DEGRADED) and 0 <= trouble < len(
         ERROR_CODES
@@ -314,8 +316,8 @@ def health_text(shared_state: SharedState) -> str:
 
 
 def lease_end_of(sent_ns: int, ttl: float) -> int:
-    """The end of a lease (CLOCK_BOOTTIME ns)
-    that was renewed for `ttl` seconds, sent at `sent_ns`."""
+    """Returns the end of a lease (CLOCK_BOOTTIME ns) that was renewed for `ttl` seconds, sent at
+    `sent_ns`."""
     return sent_ns + int(ttl * SECOND)
 
 
@@ -331,16 +333,17 @@ class Lease:
         self._shared_state = shared_state
 
     def remaining_s(self) -> float:
-        """Seconds until the lease ends by the latest renewal; negative when it has."""
+        """Returns the seconds until the lease ends by the latest renewal; negative when it has."""
         end = max(self._shared_state.lease_supervisor, self._shared_state.lease_session)
         return (end - boot_ns()) / SECOND
 
     def wait_limit(self) -> float:
-        """Seconds that the session may wait for Valkey. While a broker session is open
-        that is at most the usable lease, so that a frozen Valkey does not keep the session
-        from closing it in time."""
-        return max(_SHORTEST_WAIT, self.usable()) if self._shared_state.broker_open else math.inf
+        """Returns the seconds that the session may wait for Valkey. While a broker session is open
+        that is at most the usable lease, so that a frozen Valkey does not keep the session from
+        closing it in time."""
+        return max(_MIN_WAIT_S, self.usable()) if self._shared_state.broker_open else math.inf
 
     def usable(self) -> float:
-        """Seconds that a broker call may take from now. If zero or less, no call may be made."""
+        """Returns the seconds that a broker call may take from now. If zero or less, no call may be
+        made."""
         return (0.0 if self._shared_state.fenced else self.remaining_s()) - LEASE_MARGIN

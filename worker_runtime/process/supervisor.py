@@ -69,7 +69,7 @@ class PulseWatch:
         clock: Callable[[], int] = time.monotonic_ns,
         host_wait: Callable[[int], float] = kernel.host_wait,
     ) -> None:
-        """`host_wait`: see `kernel.host_wait`; of the session's pid."""
+        """Watches the session's pulse. `host_wait` is `kernel.host_wait` for the session's pid."""
         self._shared_state = shared_state
         self._timeout = timeout
         self._clock = clock

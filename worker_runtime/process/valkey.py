@@ -36,7 +36,7 @@ NOTHING = object()
 _CHUNK = 65536
 #: Seconds that the resolution of a host name may take:
 #: three name servers, asked twice for a second each.
-LOOKUP_TIMEOUT = 6.0
+LOOKUP_TIMEOUT_S = 6.0
 #: Seconds without traffic after which a checked connection is asked before it is used, and within
 #: which it has to answer: a round trip takes 0.05 ms.
 IDLE_BEFORE_CHECK_S, CHECK_TIMEOUT_S = 1.0, 0.5
@@ -93,7 +93,7 @@ class ValkeyAddress:
             raise BadValkeyAddress(f"the authorities in {self.authorities} cannot be read")
 
     def greeting(self) -> list[Command]:
-        """The first commands of a new connection."""
+        """Returns the first commands of a new connection."""
         commands: list[Command] = []
         if self.password:
             user = (self.username,) if self.username else ()
@@ -142,7 +142,8 @@ class TlsLink:
         return self._link.send(data)
 
     def recv(self, size: int, flags: int) -> bytes:
-        """`flags`: MSG_DONTWAIT or 0. Raises BlockingIOError, like a socket."""
+        """Receives up to `size` bytes; `flags` is MSG_DONTWAIT or 0. Raises BlockingIOError, like a
+        socket."""
         if flags:
             self._link.settimeout(0.0)
         else:
@@ -168,8 +169,7 @@ class Valkey:
         beside: Valkey | None = None,
         checked: bool = False,
     ) -> None:
-        """`limit` is called before each wait:
-        no wait takes longer than it says, whatever the timeouts.
+        """Calls `limit` before each wait: no wait takes longer than it says, whatever the timeouts.
 
         `checked`: after a second without traffic the connection is asked before it is used, and
         replaced if it has died silently.
@@ -200,7 +200,7 @@ class Valkey:
         return self._socket is not None
 
     def fileno(self) -> int:
-        """The open connection's descriptor, for a selector."""
+        """Returns the open connection's descriptor, for a selector."""
         if self._socket is None:
             raise ValkeyUnreachable("not connected")
         return self._socket.fileno()
@@ -228,7 +228,7 @@ class Valkey:
                 link.connect(target)
             else:
                 wait = min(self._connect_timeout, self._limit())
-                with self._busy(2 * wait + LOOKUP_TIMEOUT):
+                with self._busy(2 * wait + LOOKUP_TIMEOUT_S):
                     link = socket.create_connection(target, timeout=wait)
                     self._socket = link
                     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -274,7 +274,8 @@ class Valkey:
         return reply
 
     def ready(self) -> Any:
-        """A reply that has arrived, else `NOTHING`. Call it when the descriptor is readable."""
+        """Returns a reply that has arrived, else `NOTHING`. Call it when the descriptor is
+        readable."""
         reply = self._parse()
         if reply is NOTHING:
             self._fill(0.0)
@@ -288,7 +289,7 @@ class Valkey:
         return [self.receive() for _ in commands]
 
     def execute(self, *command: Argument) -> Any:
-        """One command; raises `ValkeyRefused` for an error reply."""
+        """Executes one command and returns its reply; raises `ValkeyRefused` for an error reply."""
         self.send(*command)
         return raise_if_error(self.receive())
 
@@ -302,8 +303,8 @@ class Valkey:
         return raise_if_error(reply)
 
     def server(self) -> str:
-        """The run id of the connected server, asked once for each connection: a server that is
-        restarted or replaced breaks them all. Raises `ValkeyFailed`."""
+        """Returns the run id of the connected server, asked once for each connection: a server that
+        is restarted or replaced breaks them all. Raises `ValkeyFailed`."""
         self.connect()
         if self._server is None:
             lines: list[bytes] = self.execute("INFO", "server").split()
@@ -400,7 +401,7 @@ def is_unknown_script(reply: object) -> bool:
 
 
 def raise_if_error(reply: Any) -> Any:
-    """The reply; raises `ValkeyRefused` if it is an error."""
+    """Returns the reply; raises `ValkeyRefused` if it is an error."""
     if isinstance(reply, hiredis.ReplyError):
         # The text of an error names the command's class
         # and may quote arguments: keep its code alone.

@@ -151,7 +151,7 @@ class MorningWorkflow:
         )
 
     async def _connect(self, given: MorningInput, progress: MorningProgress) -> MorningResult:
-        """One page of users together with those who are tried again, then the next in a new run."""
+        """Connects one page of users and those who are tried again, then continues in a new run."""
         while True:
             request = RecentUsers(
                 since=progress.since,

@@ -47,8 +47,8 @@ class VerificationFinding(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOrder:
-    """Activity `verify_order`: reads PostgreSQL,
-    the worker's answer and the broker's list. Repeatable."""
+    """Activity `verify_order`: reads PostgreSQL, the worker's answer and the broker's list.
+    Repeatable."""
 
     order_id: str
     user_id: str

@@ -115,7 +115,7 @@ class FollowedOrder:
         return OrderStep.END if now >= day_end and self.attention else OrderStep.WAIT
 
     def concern(self, now: float, day_end: float, settings: FollowSettings) -> str:
-        """Why a person has to look at it now; empty: nobody has to."""
+        """Returns why an operator has to look at the order now; empty if nobody has to."""
         if now >= day_end:
             return "its trading day has ended, and it is not known how the order did"
         if (
@@ -140,7 +140,7 @@ class FollowedOrder:
         return "; ".join((concern, *self.story))
 
     def pause(self, now: float, day_end: float, settings: FollowSettings) -> float:
-        """Seconds until the next verification."""
+        """Returns the seconds until the next verification."""
         longest = ATTENDED_CHECK_INTERVAL_S if self.attention else settings.longest_pause
         pause = min(settings.first_pause * 2.0 ** min(self.unchanged, 16), longest)
         if self.missing_since and self.state in UNCONFIRMED_STATES and not self.attention:
@@ -150,5 +150,5 @@ class FollowedOrder:
         return max(0.0, min(pause, day_end - now)) if now < day_end else settings.first_pause
 
     def rechecked(self) -> FollowedOrder:
-        """A person asked: verify soon, as after a change."""
+        """Returns the order to be verified soon, as after a change, because an operator asked."""
         return replace(self, unchanged=0, attention="")

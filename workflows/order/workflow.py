@@ -67,7 +67,8 @@ class OrderWorkflow:
 
     @workflow.signal(name="recheck")
     def recheck(self, *payload: Any) -> None:
-        """A person asked. What the signal carries is ignored."""
+        """Verifies the order soon, because an operator asked. What the signal carries is
+        ignored."""
         self._order = self._order.rechecked()
         self._wake = True
 
@@ -96,7 +97,8 @@ class OrderWorkflow:
         self._order = self._order.after_check(seen, workflow.time(), self._given.settings)
 
     async def _settle(self) -> None:
-        """The next verification finds the order final, or what was learned in the meantime."""
+        """Settles an order that never reached the broker. The next verification finds it final, or
+        finds what was learned in the meantime."""
         with contextlib.suppress(FailureError):
             await calls.settle_absent(
                 UnresolvedOrder(

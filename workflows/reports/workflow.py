@@ -71,7 +71,7 @@ class StatementsWorkflow:
         return done or await self._send(given, StatementsProgress(day=plan.day, of=plan.users))
 
     async def _send(self, given: StatementsInput, progress: StatementsProgress) -> StatementsResult:
-        """Some pages, then the next ones in a new run."""
+        """Enqueues the statements of some pages of users, then continues in a new run."""
         for _ in range(given.pages):
             self._show(progress)
             page = await calls.enqueue_statements(

@@ -28,7 +28,7 @@ class EventEffect:
 
 
 def apply_event(state: UserWorkerState, event: WorkerEventSignal, now: float) -> EventEffect:
-    """The effect of `event` at `now` (Unix seconds)."""
+    """Returns the effect of `event` at `now` (Unix seconds)."""
     worker = state.worker
     if worker is None or (worker.worker_id, worker.epoch) != (event.worker_id, event.epoch):
         return EventEffect(state=state)

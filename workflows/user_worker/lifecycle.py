@@ -129,7 +129,7 @@ class WorkerLifecycle:
 
     @state.setter
     def state(self, state: UserWorkerState) -> None:
-        """The only place where the state changes: so the timeline misses no transition."""
+        """Changes the state, in this place alone, so that the timeline misses no transition."""
         self.timeline.record(self._state, state)
         self._state = state
 
@@ -151,18 +151,18 @@ class WorkerLifecycle:
             self.worker_ended(event.worker_id, None)
 
     def assigned(self, worker: WorkerRef) -> None:
-        """The claim found its worker, which may have sent events already."""
+        """Records the worker that the claim found. It may have sent events already."""
         self.state = self.state.assigned(worker)
         self._take_early_events()
 
     def adopted(self, worker: WorkerRef, crashes: Sequence[float]) -> None:
-        """The user has a worker already, though this run did not claim it."""
+        """Records a worker that the user has already, though this run did not claim it."""
         self.state = self.state.adopted(worker, crashes, self.now())
         self.unsure = True
         self._take_early_events()
 
     def was_reset(self, seed: int) -> None:
-        """Somebody reset the run to an earlier event."""
+        """Records that somebody reset the run to an earlier event."""
         self.unsure = True
         self.suspect = self.suspect or self.state.serving
         self.timeline.branch(seed)
@@ -234,7 +234,8 @@ class WorkerLifecycle:
     async def unless_interrupted(
         self, work: Awaitable[T], outdated: Callable[[], bool] = lambda: False
     ) -> T:
-        """The result of `work`; raises `StartFailed`, `ClaimWorkerGone`, or `WorkOutdated`."""
+        """Returns the result of `work`; raises `StartFailed`, `ClaimWorkerGone`, or
+        `WorkOutdated`."""
         task = asyncio.ensure_future(work)
         await workflow.wait_condition(lambda: task.done() or self.interrupted or outdated())
         if not task.done():

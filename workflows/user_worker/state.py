@@ -171,7 +171,7 @@ class UserWorkerState(UserWorkerFacts):
         return NEXT_STEP[self.state]
 
     def deadline_of(self, state: WorkerState, now: float, extra: float = 0.0) -> float | None:
-        """The deadline of `state`, entered now; `extra` seconds are a wait within it."""
+        """Returns the deadline of `state`, entered now; `extra` seconds are a wait within it."""
         own = self.settings
         spans: dict[WorkerState, float | None] = {
             WorkerState.POOL_IDLE: own.claim_timeout,
@@ -190,11 +190,14 @@ class UserWorkerState(UserWorkerFacts):
         return None if span is None else now + span + extra
 
     def idle_at(self, last: float) -> float:
-        """When a worker that was last used at `last` has been idle for long enough to end."""
+        """Returns when a worker that was last used at `last` has been idle for long enough to
+        end.
+        """
         return max(last, self.stay_until) + self.settings.idle_timeout
 
     def crash_backoff(self) -> float:
-        """Seconds before a crashed worker is replaced: at once the first time, then 1, 2, 4 …"""
+        """Returns the seconds before a crashed worker is replaced: at once the first time, then 1,
+        2, 4 …"""
         return 0.0 if len(self.crashes) < 2 else float(2 ** (len(self.crashes) - 2))
 
     @property
@@ -221,11 +224,11 @@ class UserWorkerState(UserWorkerFacts):
         )
 
     def opened(self, now: float) -> UserWorkerState:
-        """The first moment of a run."""
+        """Returns the state at the first moment of a run."""
         return replace(self, since=now, deadline=self.deadline_of(self.state, now))
 
     def claimed(self, claim_id: str, now: float) -> UserWorkerState:
-        """A claim begins. The user's last worker must have been confirmed to have stopped."""
+        """Begins a claim. The user's last worker must have been confirmed to have stopped."""
         if self.worker is not None:
             raise IllegalTransition("a claim while another worker may still run (one-owner)")
         return self._to(
@@ -246,7 +249,7 @@ class UserWorkerState(UserWorkerFacts):
         )
 
     def answered(self) -> UserWorkerState:
-        """The first claim was answered: the crashes of earlier runs are known."""
+        """Records that the first claim was answered: the crashes of earlier runs are known."""
         return replace(self, crashes_known=True)
 
     def assigned(self, worker: WorkerRef) -> UserWorkerState:
@@ -255,11 +258,11 @@ class UserWorkerState(UserWorkerFacts):
         return replace(self, worker=worker)
 
     def adopted(self, worker: WorkerRef, crashes: Sequence[float], now: float) -> UserWorkerState:
-        """The user has this worker already, from a run that somebody ended."""
+        """Records that the user has this worker already, from a run that somebody ended."""
         return replace(self.assigned(worker), claim_id=worker.claim_id)._counting(crashes, now)
 
     def stopped(self) -> UserWorkerState:
-        """The worker is confirmed to have stopped."""
+        """Records that the worker is confirmed to have stopped."""
         if self.serving:
             raise IllegalTransition("a worker in service is not stopped: it fails or drains first")
         return replace(self, worker=None)
@@ -284,14 +287,14 @@ class UserWorkerState(UserWorkerFacts):
         )
 
     def degraded(self, why: str, at: float) -> UserWorkerState:
-        """Known at `at`: not all broker connections are well."""
+        """Records that not all broker connections are healthy, as known at `at`."""
         return replace(self, health=f"degraded: {why}", health_at=at)
 
     def reconnecting(self, reason: str, now: float) -> UserWorkerState:
         return self._to(WorkerState.RECONNECTING, now, reason=reason)
 
     def reconnected(self, now: float) -> UserWorkerState:
-        """All connections are healthy again. This does not reset the idle timer."""
+        """Records that all connections are healthy again. This does not reset the idle timer."""
         back = self._to(
             WorkerState.ACTIVE, now, connected_at=now, reason="", health="well", health_at=now
         )
@@ -299,7 +302,7 @@ class UserWorkerState(UserWorkerFacts):
         return replace(back, deadline=deadline, needs_credentials=False, unanswered=0)
 
     def session_replaced(self, reason: str, now: float) -> UserWorkerState:
-        """The serving worker has a fresh session process, without credentials."""
+        """Records that the serving worker has a fresh session process, without credentials."""
         waiting = self if self.state == WorkerState.RECONNECTING else self.reconnecting(reason, now)
         return replace(
             waiting.degraded(reason, now),
@@ -310,29 +313,29 @@ class UserWorkerState(UserWorkerFacts):
         )
 
     def not_answered(self) -> UserWorkerState:
-        """The fresh session process did not take its credentials."""
+        """Records that the fresh session process did not take its credentials."""
         return replace(self, unanswered=self.unanswered + 1)
 
     def provided(self) -> UserWorkerState:
-        """The fresh session process has its credentials."""
+        """Records that the fresh session process has its credentials."""
         return replace(self, needs_credentials=False, unanswered=0)
 
     def with_note(self, note: str) -> UserWorkerState:
         return replace(self, note=note)
 
     def failed(self, reason: str, now: float, *, backoff: float = 0.0) -> UserWorkerState:
-        """A claim, a launch or a connect failed, or the worker died."""
+        """Records that a claim, a launch or a connect failed, or the worker died."""
         return self._to(WorkerState.FAILED, now, reason=reason, extra=backoff)
 
     def _counting(self, crashes: Sequence[float], now: float) -> UserWorkerState:
-        """With these crashes added to the known ones, and without those that are too old."""
+        """Adds these crashes to the known ones, and drops those that are too old."""
         recent = sorted(at for at in {*self.crashes, *crashes} if now - at < CRASH_WINDOW)
         return replace(self, crashes=tuple(recent))
 
     def crashed(
         self, reason: str, now: float, *, outage: bool = False, unreported: str = ""
     ) -> UserWorkerState:
-        """The worker died while it was in service; `outage`: by the infrastructure's fault.
+        """Records that the worker died in service; with `outage`, by the infrastructure's fault.
 
         `unreported`: its id, if its launcher has not reported yet how it ended.
         """
@@ -345,7 +348,7 @@ class UserWorkerState(UserWorkerFacts):
         return counted.failed(reason, now, backoff=counted.crash_backoff())
 
     def reported(self, worker_id: str, *, planned: bool) -> UserWorkerState:
-        """The launcher has reported how a worker ended that was found gone before.
+        """Records that the launcher has reported how a worker ended that was found gone before.
 
         An end that somebody asked for does not count; any other is a crash of the worker's own.
         """
@@ -359,12 +362,12 @@ class UserWorkerState(UserWorkerFacts):
         )
 
     def gave_up(self, reason: str, now: float) -> UserWorkerState:
-        """The worker cannot get its broker back: it ends, and counts like a crash."""
+        """Drains a worker that cannot get its broker back; that counts like a crash."""
         return self._counting((now,), now).drains(reason, now)
 
     def backs_off(self, crashes: Sequence[float], now: float) -> UserWorkerState:
-        """Workers of earlier runs crashed, as PostgreSQL says: this start waits as theirs would
-        have."""
+        """Lets this start wait as long as earlier runs would have, whose workers crashed, as
+        PostgreSQL says."""
         counted = self._counting(crashes, now)
         last = max(counted.crashes, default=now)
         backoff = min(max(last + counted.crash_backoff() - now, 0.0), counted.crash_backoff())
@@ -378,8 +381,9 @@ class UserWorkerState(UserWorkerFacts):
         )
 
     def resumed(self, now: float) -> UserWorkerState:
-        """An operator found the cause. The run stays until the crashes are too old to count: a new
-        run would read them from PostgreSQL and be parked again."""
+        """Resumes a parked run, because an operator found the cause. The run stays until the
+        crashes are too old to count: a new run would read them from PostgreSQL and be parked
+        again."""
         again = self._to(
             WorkerState.POOL_IDLE,
             now,
@@ -395,11 +399,12 @@ class UserWorkerState(UserWorkerFacts):
         return self._to(WorkerState.IDLE_TIMEOUT, now, reason="idle")
 
     def used(self, at: float, now: float) -> UserWorkerState:
-        """The worker was last used at `at`: its idle time counts from there."""
+        """Counts the worker's idle time from `at`, when it was last used."""
         return replace(self, last_activity=at).checked(self.idle_at(at), now)
 
     def stays(self, until: float, now: float) -> UserWorkerState:
-        """It does not count as idle before `until`; a time that is no one's bell is ignored."""
+        """Keeps the worker from counting as idle before `until`; ignores a time that cannot be a
+        bell's."""
         if not max(self.stay_until, now) < until <= now + MAX_STAY_S:  # also what is no number
             return self
         longer = replace(self, stay_until=until)
@@ -408,7 +413,7 @@ class UserWorkerState(UserWorkerFacts):
         return replace(longer, deadline=max(self.deadline, longer.idle_at(self.last_activity)))
 
     def checked(self, check_at: float, now: float) -> UserWorkerState:
-        """A check is over; the next is at `check_at`, or later if that were one too many
+        """Ends a check; the next is at `check_at`, or later if that were one too many
         (`MAX_CHECKS_PER_TWO_IDLE_TIMEOUTS`)."""
         window = 2 * self.settings.idle_timeout
         checks = (*(at for at in self.checks if now - at < window), now)[
@@ -421,14 +426,14 @@ class UserWorkerState(UserWorkerFacts):
         return replace(self, deadline=until)
 
     def to_move(self, quiet: float, by: float, now: float) -> UserWorkerState:
-        """The worker is to move when nobody has used it for `quiet` seconds, at the latest at
+        """Plans the worker's move: once nobody has used it for `quiet` seconds, at the latest at
         `by`."""
         at = min(max(self.last_activity + quiet, now), max(by, now))
         return replace(self, move_at=at, move_by=by, move_quiet=quiet)
 
     def move_later(self, at: float, now: float) -> UserWorkerState:
-        """It is not quiet yet: the next check is at `at`, but not at once, and not after
-        `move_by`."""
+        """Postpones the move of a worker that is in use: the next check is at `at`, but not at
+        once, and not after `move_by`."""
         return replace(
             self, move_at=max(min(max(at, now + MIN_MOVE_CHECK_INTERVAL_S), self.move_by), now)
         )
@@ -437,7 +442,8 @@ class UserWorkerState(UserWorkerFacts):
         return self._to(WorkerState.DRAINING, now, reason=reason)
 
     def reopened(self, now: float, reason: str = "work is waiting") -> UserWorkerState:
-        """Another worker is needed: orders were left in the queue, or the worker only moves."""
+        """Starts over because another worker is needed: orders were left in the queue, or the
+        worker only moves."""
         return self._to(WorkerState.POOL_IDLE, now, reason=reason)
 
     def terminated(self, now: float) -> UserWorkerState:

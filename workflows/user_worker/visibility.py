@@ -50,7 +50,7 @@ def _values(state: UserWorkerState | None) -> dict[SearchAttributeKey[str], str 
 def attribute_changes(
     state: UserWorkerState, before: UserWorkerState | None
 ) -> list[SearchAttributeUpdate[str]]:
-    """What to upsert so that the attributes show `state`, if they show `before` now."""
+    """Returns what to upsert so that the attributes show `state`, if they show `before` now."""
     old = _values(before)
     return [
         key.value_unset() if value is None else key.value_set(value)
@@ -64,12 +64,13 @@ def _clock(at: float | None) -> str:
 
 
 def _plain(text: str) -> str:
-    """What a worker or a broker said, in one line and without links and markup of Markdown."""
+    """Returns what a worker or a broker said, in one line and without links and markup of
+    Markdown."""
     return _MARKUP.sub(r"\\\g<0>", " ".join(text.split()))
 
 
 def details(state: UserWorkerState) -> str:
-    """The current details, in Markdown."""
+    """Returns the current details, in Markdown."""
     lines = [
         f"### {state.state} since {_clock(state.since)}",
         f"**Next:** {state.next_step}{_when(state)}",
@@ -119,7 +120,8 @@ class Timeline:
         self._task: asyncio.Task[None] | None = None
 
     def branch(self, seed: int) -> None:
-        """The run was reset to an earlier event: its next numbers were used before."""
+        """Branches the numbers of a run that was reset to an earlier event: its next ones were used
+        before."""
         self._branch = f"{seed & (2**64 - 1):x}"
 
     def record(self, before: UserWorkerState, after: UserWorkerState) -> None:

@@ -136,7 +136,7 @@ class UserWorkerWorkflow:
 
     @workflow.update(name="reload_credentials_now")
     async def reload_credentials_now(self) -> ReloadResult:
-        """Like the signal `reload_credentials`, but returns the result."""
+        """Reloads the credentials like the signal `reload_credentials`, but returns the result."""
         if self._life.state.ended:  # nobody would serve it any more
             return ReloadResult(ok=True, failure_detail="no worker: the next one loads them")
         return await self._want_reload("update").result()

@@ -64,7 +64,7 @@ class PoolPolicy:
     windows: tuple[PoolWindow, ...] = ()
 
     def buffer_of(self, in_use: int) -> int:
-        """The buffer as a number of workers, rounded up."""
+        """Returns the buffer as a number of workers, rounded up."""
         number, percent = _buffer(self.buffer)
         return -(-number * in_use // 100) if percent else number
 
@@ -79,7 +79,7 @@ def _buffer(text: str) -> tuple[int, bool]:
 
 
 def days_of(text: str) -> frozenset[int]:
-    """The weekdays as numbers, Monday is 0. Raises `PoolPolicyInvalid`."""
+    """Returns the weekdays as numbers, Monday is 0. Raises `PoolPolicyInvalid`."""
     days: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")

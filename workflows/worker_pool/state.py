@@ -28,7 +28,7 @@ STARTING_COUNT_INTERVAL_S = 10.0
 
 
 def size_pool(policy: PoolPolicy, now: PoolCount) -> tuple[int, tuple[str, ...]]:
-    """The wanted number of free workers, and a reason for each step of the sum.
+    """Returns the wanted number of free workers, and a reason for each step of the sum.
 
     wanted = max(target that applies now, recent claims) + buffer, not below the minimum, not above
     the maximum, and never beyond the limit of all workers. Never fails: the policy was checked
@@ -62,7 +62,7 @@ def size_pool(policy: PoolPolicy, now: PoolCount) -> tuple[int, tuple[str, ...]]
 
 
 def _target(policy: PoolPolicy, now: WindowNow) -> tuple[int, str]:
-    """A window of an earlier policy does not count."""
+    """Returns the target and its reason. A window of an earlier policy does not count."""
     window = next((candidate for candidate in policy.windows if candidate.name == now.name), None)
     if now.name and window is not None:
         return window.target, f"window {window.name}: {window.target} instead of {policy.target}"
@@ -141,12 +141,12 @@ class PoolState(PoolFigures):
         )
 
     def launched(self, release: Release) -> PoolState:
-        """A worker of this release became ready."""
+        """Records that a worker of this release became ready."""
         good = (release.version, release.image)
         return replace(self.without_failures(), launches=self.launches + 1, good_release=good)
 
     def failed(self, why: str, now: float, *, seen: int, never_ready: bool = False) -> PoolState:
-        """A launch failed; `seen` is `failing` when it began."""
+        """Records that a launch failed; `seen` is `failing` when it began."""
         failing = max(self.failing, seen + 1)
         never_ready_rounds = self.never_ready
         if never_ready and (failing > self.failing or not never_ready_rounds):
@@ -164,7 +164,7 @@ class PoolState(PoolFigures):
         )
 
     def with_release(self, release: Release, surge: int) -> PoolState:
-        """New workers are of this release from now on; earlier failures do not count against it."""
+        """Sets the release of new workers; earlier failures do not count against it."""
         same = release == self.release
         # Before the first successful launch, the present release counts as good.
         good = self.good_release or (self.version, self.image)
@@ -181,19 +181,19 @@ class PoolState(PoolFigures):
     # --- decisions --------------------------------------------------------------------------------
 
     def gap(self, in_flight: int) -> int:
-        """How many workers to launch now; negative: the surplus."""
+        """Returns how many workers to launch now; if negative, the surplus."""
         surge = 0 if self.draining else self.surge
         return self.wanted + surge - self.ready - self.starting - in_flight
 
     def launches_allowed(self, in_flight: int, now: float) -> int:
-        """How many launches may begin now: one at a time while they fail, none during the
+        """Returns how many launches may begin now: one at a time while they fail, none during the
         backoff."""
         if not self.failing:
             return MAX_LAUNCHES_IN_FLIGHT - in_flight
         return 0 if in_flight or now < self.not_before else 1
 
     def seconds_until_count(self, now: float, *, in_flight: int, period: float) -> float:
-        """Seconds until the next count when nothing is signalled; at most `period`."""
+        """Returns the seconds until the next count when nothing is signalled; at most `period`."""
         waits = [period]
         if self.until is not None:
             waits.append(max(self.until - now, 0.1))
@@ -205,7 +205,7 @@ class PoolState(PoolFigures):
 
 
 def pool_details(shown: PoolView) -> str:
-    """Markdown."""
+    """Returns the details of a pool, in Markdown."""
     text = f"### {shown.ready} of {shown.wanted} workers ready, {shown.starting} starting"
     text += "".join(f"\n- {reason}" for reason in shown.reasons)
     if shown.mode == PoolMode.PAUSED:

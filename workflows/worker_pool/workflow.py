@@ -186,7 +186,7 @@ class WorkerPoolWorkflow:
 
     @workflow.update(name="resume")
     async def resume(self) -> PoolView:
-        """Also forgets failed launches, so that it tries again at once."""
+        """Resumes the pool and forgets failed launches, so that it tries again at once."""
         await self._until_known(required=True)
         self._state = replace(self._state.without_failures(), paused=False, draining=False)
         self._changed = True
@@ -222,8 +222,8 @@ class WorkerPoolWorkflow:
         )
 
     def _reset(self, seed: int) -> None:
-        """The run begins anew at an earlier event: its state is old, and its next tokens were used
-        before."""
+        """Records that the run begins anew at an earlier event: its state is old, and its next
+        tokens were used before."""
         self._known, self._was_reset, self._changed = False, True, True
         self._state = replace(self._state, token_base=f"{seed & (2**64 - 1):x}")
 
@@ -260,7 +260,8 @@ class WorkerPoolWorkflow:
             self._changed = True
 
     def _take_over(self, kept: KeptPool) -> None:
-        """An earlier run of the pool, or one that this run was reset behind, knew more."""
+        """Takes over what an earlier run of the pool, or one that this run was reset behind,
+        knew."""
         given = self._given
         if self._was_reset or given.configured in (None, kept.configured):
             given = replace(
@@ -346,8 +347,8 @@ class WorkerPoolWorkflow:
             self._launch()
 
     def _token(self) -> str:
-        """The same in a replay, and never used again: the first run's id stays over
-        continue-as-new, and the base that a reset gives does, too."""
+        """Returns a token that is the same in a replay and never used again. The first run's id, or
+        the base that a reset gives, survives continue-as-new."""
         number = self._state.number
         self._state = replace(self._state, number=number + 1)
         base = self._state.token_base or workflow.info().first_execution_run_id
@@ -411,7 +412,7 @@ class WorkerPoolWorkflow:
                 self._state, self._changed = replace(self._state, resized=at_once), True
 
     def _keep_resized(self, resized: bool) -> None:
-        """The next count stops a surplus at once if this one would have."""
+        """Lets the next count stop a surplus at once if this one would have."""
         if resized and workflow.patched("a resize outlasts a count"):
             self._state = replace(self._state, resized=True)
 
@@ -428,7 +429,7 @@ class WorkerPoolWorkflow:
             self._state = replace(self._state, last_failure=f"shrink: {calls.cause(error)}")
 
     def _seconds_until_count(self) -> float:
-        """Until the next count when nothing is signalled."""
+        """Returns the seconds until the next count when nothing is signalled."""
         if self._uncounted:
             return min(2.0 ** min(self._uncounted - 1, 10), MAX_BACKOFF_S, self._given.check_period)
         return self._state.seconds_until_count(
@@ -461,7 +462,7 @@ def _refuse_invalid(policy: PoolPolicy) -> None:
 
 
 def _nothing_runs(error: FailureError) -> bool:
-    """Whether the launch is known to have failed: no worker of its token runs."""
+    """Returns True if the launch is known to have failed: no worker of its token runs."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ApplicationError) and NOTHING_RUNS in cause.details:

@@ -24,7 +24,7 @@ from worker_runtime.protocol.errors import BerthError, OutcomeUnknown
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES, OrderState
 
 #: Characters of a reason that are kept.
-REASON_LIMIT = 2_000
+MAX_REASON_LENGTH = 2_000
 
 
 class OrderSettled(BerthError, code="ORDER_SETTLED", status=409):
@@ -49,7 +49,7 @@ class Resolution:
 async def demand_attention(session: AsyncSession, order_id: uuid.UUID, reason: str) -> bool:
     """Puts an order on the list; False if it is final. A repeat with the same reason changes
     nothing."""
-    reason = reason[:REASON_LIMIT]
+    reason = reason[:MAX_REASON_LENGTH]
     raised = await session.scalar(
         update(Order)
         .where(Order.id == order_id, Order.state.in_(OPEN_STATES))
@@ -116,7 +116,7 @@ async def orders_for_a_person(
 
 
 def next_step(order: Order) -> str:
-    """What will happen to an order of this list."""
+    """Says what will happen to an order of this list."""
     if order.attention is not None:
         return (
             "an operator finds out at the broker and resolves it; Berth asks on until its "
@@ -164,7 +164,7 @@ async def resolve_order(
     order.filled_quantity = resolution.filled_quantity
     order.average_price = resolution.average_price
     order.reason_code = None
-    order.reason = resolution.reason[:REASON_LIMIT]
+    order.reason = resolution.reason[:MAX_REASON_LENGTH]
     order.verify_at = order.attention = order.attention_at = None
     order.updated_at = datetime.now(UTC)
     _note_step(session, order_id, resolution.state, f"resolved by {actor}: {resolution.reason}")

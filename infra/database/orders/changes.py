@@ -74,7 +74,7 @@ async def find_change(
 
 
 async def was_confirmed(session: AsyncSession, event_id: str) -> bool:
-    """Whether a change is known to have been made. `event_id` is the id of its request."""
+    """Returns True if a change is known to have been made. `event_id` is the id of its request."""
     return await session.get(OrderEventRow, f"{event_id}{_CONFIRMED}") is not None
 
 

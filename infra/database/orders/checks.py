@@ -92,7 +92,7 @@ class CheckedTerms:
 
     @classmethod
     def of(cls, order: Order, quantity: int, price: Decimal) -> Self:
-        """An order with this quantity (lots) at this price."""
+        """Returns an order with this quantity (lots) at this price."""
         own = {name: getattr(order, name) for name in cls.__dataclass_fields__}
         return cls(**own | {"quantity": quantity, "price": price})
 

@@ -40,8 +40,8 @@ async def changes_behind(
 
 
 async def read_outlook(session: AsyncSession, user_id: str, last: int) -> tuple[int, bool]:
-    """The number below which no change will appear, and whether there are changes after `last`,
-    perhaps above it."""
+    """Returns the number below which no change will appear, and whether there are changes after
+    `last`, perhaps above it."""
     has_later = exists().where(Order.user_id == user_id, Order.changed > last)
     horizon, is_changed = (await session.execute(select(_HORIZON, has_later))).one()
     return horizon, is_changed

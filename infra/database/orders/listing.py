@@ -133,10 +133,10 @@ async def orders_of_statement(
 
 
 #: Orders that go with a claim: 450 bytes each, and a signed message has at most 256 KiB.
-OPEN_ORDERS_LIMIT = 200
+MAX_OPEN_ORDERS_PER_CLAIM = 200
 #: Days. No broker keeps an order longer than its trading day; the longest one begins on an evening
 #: before holidays.
-OPEN_ORDERS_AGE = 14
+MAX_OPEN_ORDER_AGE_DAYS = 14
 
 
 async def open_orders_with_accounts(
@@ -146,12 +146,12 @@ async def open_orders_with_accounts(
     accounts = await accounts_of_user(session, user_id)
     if not accounts:
         return [], []
-    age = func.now() - timedelta(days=OPEN_ORDERS_AGE)
+    age = func.now() - timedelta(days=MAX_OPEN_ORDER_AGE_DAYS)
     newest = (
         select(Order)
         .where(Order.user_id == user_id, Order.state.in_(OPEN_STATES), Order.created_at > age)
         .order_by(Order.created_at.desc())
-        .limit(OPEN_ORDERS_LIMIT)
+        .limit(MAX_OPEN_ORDERS_PER_CLAIM)
     )
     orders = (await session.scalars(newest)).all()
     return accounts, [_open_order(order) for order in reversed(orders)]
@@ -199,7 +199,7 @@ _first_market = (
 
 
 def _recent_users(since: datetime, evening: bool) -> Select[str, str]:
-    """Users with an order since then, in evenings or by day, and their market; not disabled
+    """Selects users with an order since then, in evenings or by day, and their market; not disabled
     ones."""
     return (
         select(Order.user_id, _first_market.label("market"))

@@ -183,7 +183,7 @@ async def begin_load(session: AsyncSession, broker: str, day: date) -> Instrumen
 async def stage_page(
     session: AsyncSession, load_id: int, instruments: Iterable[Instrument]
 ) -> None:
-    """Stage a page of a load that is under way. Raises `LoadSuperseded`."""
+    """Stages a page of a load that is under way. Raises `LoadSuperseded`."""
     await _require_running(session, load_id)
     rows = [{"load_id": load_id, **told_values(instrument)} for instrument in instruments]
     if rows:
@@ -335,7 +335,8 @@ async def _end_running(session: AsyncSession, broker: str, error: str) -> None:
 
 
 async def _require_running(session: AsyncSession, load_id: int) -> InstrumentLoad:
-    """Locked until the transaction ends, so that no newer load ends it meanwhile."""
+    """Requires that the load is under way, and locks it until the transaction ends, so that no
+    newer load ends it meanwhile."""
     load = await session.get(InstrumentLoad, load_id, with_for_update=True, populate_existing=True)
     if load is None or load.state != "running":
         raise LoadSuperseded(f"Load {load_id} has ended: {load.error if load else 'it is gone'}.")

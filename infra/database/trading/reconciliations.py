@@ -186,8 +186,8 @@ async def note_differences(
 
 
 async def blocking_difference(session: AsyncSession, user_id: str, account_id: str) -> int | None:
-    """The number of a difference for which the account
-    takes no orders until a person has looked."""
+    """Returns the number of a difference for which the account takes no orders until an operator
+    has looked."""
     query = select(Reconciliation.id).filter_by(
         user_id=user_id, account_id=account_id, resolved_at=None
     )

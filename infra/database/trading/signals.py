@@ -102,8 +102,8 @@ async def add_signal(
 
 
 async def _bar_release_before(session: AsyncSession, webhook_id: uuid.UUID, digest: str) -> None:
-    """Keeps processes of the release before from carrying
-    the signal out. A refusal of theirs stays."""
+    """Keeps processes of the release before from carrying the signal out. A refusal of theirs
+    stays."""
     barred = insert(WebhookDelivery).values(webhook_id=webhook_id, digest=digest, refused=BARRED)
     nothing_done = and_(
         WebhookDelivery.refused.is_(None),

@@ -127,7 +127,7 @@ async def holding_switch(
 
 
 def described(row: Switch) -> str:
-    """Whom a switch closes, who set it, when (UTC) and why, in words."""
+    """Says whom a switch closes, who set it, when (UTC) and why, in words."""
     scope = TradingScope.parse(row.scope)
     whom = " ".join(filter(None, (scope.user_id, scope.account_id))) or "everybody"
     person = "the user" if scope.by_user else audit.person_of(row.actor)

@@ -44,7 +44,7 @@ _FREE = text(
 async def never_assigned(
     session: AsyncSession, pool: str, worker_ids: Collection[str]
 ) -> dict[str, LaunchedWorker]:
-    """Those of these workers that were launched for the pool and never had a user."""
+    """Returns those of these workers that were launched for the pool and never had a user."""
     if not worker_ids:
         return {}
     rows = await session.execute(_FREE, {"workers": list(worker_ids), "pool": pool})
@@ -64,7 +64,7 @@ select count(*) from worker_launches where launched_at < to_timestamp(:before) a
 async def count_launched_before(
     session: AsyncSession, before: float, *, ready: Collection[str], linger: float
 ) -> int:
-    """Workers launched before this Unix time that are not known to have ended.
+    """Counts workers launched before this Unix time that are not known to have ended.
 
     `ready`: those of all pools that wait for a user. `linger`: seconds for which one with a user
     counts after its end.
@@ -74,7 +74,7 @@ async def count_launched_before(
 
 
 async def pools_launched_for(session: AsyncSession) -> list[str]:
-    """Every pool that a worker was ever launched for."""
+    """Lists every pool that a worker was ever launched for."""
     return list(await session.scalars(select(WorkerLaunch.pool).distinct()))
 
 
@@ -109,14 +109,14 @@ _LONG_UNASSIGNED = text(
 async def long_unassigned(
     session: AsyncSession, worker_ids: Collection[str]
 ) -> list[tuple[str, str]]:
-    """Those of these workers that were launched an hour
-    ago and have no open assignment, with their pools."""
+    """Returns those of these workers that were launched an hour ago and have no open assignment,
+    with their pools."""
     rows = await session.execute(_LONG_UNASSIGNED, {"workers": list(worker_ids)})
     return [(worker_id, pool) for worker_id, pool in rows]
 
 
 async def task_of(session: AsyncSession, worker_id: str) -> str:
-    """The task that its launcher gave this worker; empty if none is known."""
+    """Returns the task that its launcher gave this worker; empty if none is known."""
     task = select(WorkerLaunch.task_id).where(WorkerLaunch.worker_id == worker_id)
     return await session.scalar(task) or ""
 

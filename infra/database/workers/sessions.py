@@ -70,7 +70,7 @@ class AssignmentResult:
 
 
 async def next_control_number(session: AsyncSession) -> int:
-    """The number of the next reload of any worker; it grows, whoever asks."""
+    """Returns the number of the next reload of any worker; it grows, whoever asks."""
     return int(await session.scalar(select(next_number("control_number"))) or 0)
 
 
@@ -81,8 +81,8 @@ FIRST_EPOCH = """(select u.epoch + (select count(*) from worker_sessions s where
 
 
 async def first_epoch(database: Database, user_id: str) -> int:
-    """`FIRST_EPOCH`: no former worker, which may still have its keys,
-    answers what is asked from now on."""
+    """Returns `FIRST_EPOCH`: no former worker, which may still have its keys, answers what is asked
+    from now on."""
     async with database.session(autocommit=True) as session:
         return int(await session.scalar(text(f"select {FIRST_EPOCH}"), {"user_id": user_id}) or 0)
 
@@ -224,7 +224,7 @@ async def assign_worker(
 
 
 async def set_connected(session: AsyncSession, *, claim_id: str, at: float) -> None:
-    """`at` in Unix seconds; the first call counts."""
+    """Records when a claim was connected. `at` is in Unix seconds; the first call counts."""
     mine = update(WorkerSession).filter_by(claim_id=claim_id, connected_at=None)
     await session.execute(mine.values(connected_at=at_unix(at)))
 
@@ -269,8 +269,8 @@ async def count_claims(session: AsyncSession, pool: str, seconds: float) -> int:
 
 
 async def ended_before(session: AsyncSession, user_id: str, epoch: int, at: datetime) -> bool:
-    """Whether this assignment of the user ended before this moment.
-    What is purged is the oldest."""
+    """Returns True if this assignment of the user ended before this moment. What is purged is the
+    oldest."""
     first = (
         select(func.min(WorkerSession.epoch))
         .where(WorkerSession.user_id == user_id)

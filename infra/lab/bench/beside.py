@@ -67,8 +67,8 @@ class MeasuredCheckout:
         )
 
     def wait(self) -> Any:
-        """What it says next. Raises `ServerFailed` if it has ended, or says nothing for too
-        long."""
+        """Waits for what the process says next. Raises `ServerFailed` if it has ended, or says
+        nothing for too long."""
         killing = threading.Timer(self._timeout_s, self._process.kill)  # its servers end with it
         killing.start()
         try:
@@ -198,7 +198,7 @@ Work = Callable[[], float]
 
 @contextmanager
 def _orders(total: int) -> Iterator[tuple[Target, Work]]:
-    """A user with an active worker places order after order."""
+    """Lets a user with an active worker place order after order."""
     with running(pool_target=1, exchange_orders_per_10s=order.ORDERS_PER_10S) as target:
         target.fill_pool(1)
         target.pool_update("pause")
@@ -213,7 +213,7 @@ def _orders(total: int) -> Iterator[tuple[Target, Work]]:
 
 @contextmanager
 def _claims(total: int) -> Iterator[tuple[Target, Work]]:
-    """User after user gets a worker from a full pool, which is not filled again meanwhile."""
+    """Lets user after user get a worker from a full pool, which is not filled again meanwhile."""
     with running(pool_target=total) as target:
         users = target.make_users("full", total)
         target.fill_pool(total)

@@ -53,7 +53,8 @@ def open_loop(
 
 
 async def double_claims(target: Target) -> int:
-    """Workers that two claims got, and accounts with two sessions at the exchange: must be 0."""
+    """Counts workers that two claims got, and accounts with two sessions at the exchange: must be
+    0."""
     database = Database(target.settings.database_url, pool_size=1)
     try:
         async with database.session() as session:

@@ -44,7 +44,8 @@ def bench_claim(
     json: JsonFile = None,
     update_docs: UpdateDocs = False,
 ) -> None:
-    """From REST to an Active worker with credentials, open loop, for users without a worker."""
+    """Measure from REST to an Active worker with credentials, open loop, for users without a
+    worker."""
     _bench(
         {"claim": {"rate": rate, "n": n, "refill_rate": refill_rate, "refill_n": refill_n}},
         json,
@@ -71,7 +72,7 @@ def bench_order(
     json: JsonFile = None,
     update_docs: UpdateDocs = False,
 ) -> None:
-    """From REST to the answer with an active worker; compared with two bare Valkey hops.
+    """Measure from REST to the answer with an active worker; compare with two bare Valkey hops.
 
     Then many users at growing rates, until the 99th percentile passes 50 ms.
     """
@@ -91,8 +92,8 @@ def bench_beside(
     json: JsonFile = None,
     update_docs: UpdateDocs = False,
 ) -> None:
-    """Orders or claims of another checkout and of this one, by turns, on a machine that is never
-    quiet."""
+    """Measure orders or claims of another checkout and of this one, by turns, on a machine that is
+    never quiet."""
     if work not in ("order", "claim"):
         raise typer.BadParameter(f"{work!r} is neither order nor claim")
     _bench({"beside": {"checkout": checkout, "work": work, "blocks": blocks}}, json, update_docs)
@@ -126,7 +127,8 @@ def bench_flood(
     json: JsonFile = None,
     update_docs: UpdateDocs = False,
 ) -> None:
-    """Orders during requests with keys that are malformed or made up; compared with quiet times."""
+    """Measure orders during requests with keys that are malformed or made up; compare with quiet
+    times."""
     flood = {"seconds": seconds, "orders": orders, "requests": requests, "connections": connections}
     _bench({"flood": flood}, json, update_docs)
 
@@ -143,8 +145,8 @@ def bench_memory(
     json: JsonFile = None,
     update_docs: UpdateDocs = False,
 ) -> None:
-    """Proportional set size of a worker with all its processes: idle in a pool, alone, and
-    active."""
+    """Measure the proportional set size of a worker with all its processes: idle in a pool, alone,
+    and active."""
     _bench({"memory": {"workers": workers, "settle": settle}}, json, update_docs)
 
 
@@ -160,8 +162,8 @@ def bench_density(
     json: JsonFile = None,
     update_docs: UpdateDocs = False,
 ) -> None:
-    """Memory, CPU and order latency of workers in containers, while another one eats memory. Needs
-    Docker."""
+    """Measure memory, CPU and order latency of workers in containers, while another one eats
+    memory. Needs Docker."""
     _bench({"density": {"workers": workers, "seconds": seconds, "rate": rate}}, json, update_docs)
 
 
@@ -178,13 +180,14 @@ def bench_recovery(
     json: JsonFile = None,
     update_docs: UpdateDocs = False,
 ) -> None:
-    """From kill -9 of a worker to Active again on another one, with a pool that is not empty."""
+    """Measure from kill -9 of a worker to Active again on another one, with a pool that is not
+    empty."""
     rounds = {"n": n, "replaced": replaced, "frozen": frozen, "stalled": stalled}
     _bench({"recovery": rounds}, json, update_docs)
 
 
 def _numbers(text: str) -> list[int]:
-    """`500,2000` as numbers."""
+    """Returns `500,2000` as numbers."""
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
@@ -205,8 +208,8 @@ def bench_idle(
     json: JsonFile = None,
     update_docs: UpdateDocs = False,
 ) -> None:
-    """Temporal actions and CPU of active users at rest, compared with a workflow that polls every
-    minute.
+    """Measure Temporal actions and CPU of active users at rest; compare with a workflow that polls
+    every minute.
 
     Each size takes twice the minutes, and the starts. Workers are simulated; all servers are real.
     """
@@ -228,8 +231,8 @@ def bench_heartbeat(
     json: JsonFile = None,
     update_docs: UpdateDocs = False,
 ) -> None:
-    """Late renewals of a throttled worker whose broker call hangs, compared with a naive asyncio
-    heartbeat.
+    """Count late renewals of a throttled worker whose broker call hangs; compare with a naive
+    asyncio heartbeat.
 
     Needs the right to make a cgroup. Loads: 64 busy processes, 240 threads that hash megabytes.
     """
@@ -259,8 +262,8 @@ def bench_maintenance(
     json: JsonFile = None,
     update_docs: UpdateDocs = False,
 ) -> None:
-    """A pass of maintenance over workers of which a tenth is odd. They are names; all servers are
-    real."""
+    """Measure a pass of maintenance over workers of which a tenth is odd. They are names; all
+    servers are real."""
     _bench({"maintenance": {"workers": _numbers(workers)}}, json, update_docs)
 
 
@@ -280,8 +283,8 @@ def bench_jobs(
     json: JsonFile = None,
     update_docs: UpdateDocs = False,
 ) -> None:
-    """The job runner, compared with RQ, huey and the floors. Needs the `bench` packages: rq and
-    huey.
+    """Measure the job runner; compare with RQ, huey and the floors. Needs the `bench` packages: rq
+    and huey.
 
     With --peers also with dramatiq, arq and procrastinate, which pip installs there.
     """
@@ -302,7 +305,8 @@ def bench_job_crashes(
     json: JsonFile = None,
     update_docs: UpdateDocs = False,
 ) -> None:
-    """Lost, doubled and late jobs after kill -9 of a runner, a child and the server, and a freeze.
+    """Count lost, doubled and late jobs after kill -9 of a runner, a child and the server, and a
+    freeze.
 
     With --peers also of RQ, huey, dramatiq, arq and procrastinate, which pip installs there.
     """
@@ -332,8 +336,8 @@ def bench_own_jobs(
     json: JsonFile = None,
     update_docs: UpdateDocs = False,
 ) -> None:
-    """Own job types compared with built-in ones, direct enqueues, and claims while many jobs
-    wait."""
+    """Measure own job types compared with built-in ones, direct enqueues, and claims while many
+    jobs wait."""
     if claims > few - 100 or few >= many:
         raise typer.BadParameter(
             "claims are at least 100 fewer than --few, and --few less than --many"
@@ -353,8 +357,8 @@ def bench_tiers(
     json: JsonFile = None,
     update_docs: UpdateDocs = False,
 ) -> None:
-    """How soon jobs are picked up while another tier is flooded; compared with runners that tiers
-    share."""
+    """Measure how soon jobs are picked up while another tier is flooded; compare with runners that
+    tiers share."""
     _bench(
         {"tiers": {"seconds": seconds, "rate": rate, "flood": flood, "flood_rate": flood_rate}},
         json,
@@ -374,7 +378,7 @@ def bench_lease(
     json: JsonFile = None,
     update_docs: UpdateDocs = False,
 ) -> None:
-    """Late renewals and lost leases of a runner whose jobs use up a CPU quota.
+    """Count late renewals and lost leases of a runner whose jobs use up a CPU quota.
 
     Compared with a renewing thread in the busy process, and an asyncio task in its loop. Needs the
     right to make a cgroup.
@@ -387,7 +391,7 @@ def bench_lease(
 
 @app.command("all")
 def bench_all(json: JsonFile = None, update_docs: UpdateDocs = False) -> None:
-    """All benchmarks, one after the other; the long ones in a short form."""
+    """Run all benchmarks, one after the other; the long ones in a short form."""
     _bench(
         {
             "claim": {},

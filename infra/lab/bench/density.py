@@ -53,8 +53,8 @@ class DockerNotHere(BerthError, code="DOCKER_NOT_HERE"):
 
 @contextlib.contextmanager
 def _daemon() -> Iterator[tuple[Path, str]]:
-    """Socket and image of the daemon in the settings
-    if it has the image, else of one of our own."""
+    """Yields socket and image of the daemon in the settings if it has the image, else of one of our
+    own."""
     settings = Settings()
     if docker.docker_answers(settings.docker_socket):
         yield settings.docker_socket, settings.docker_image

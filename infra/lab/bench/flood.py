@@ -38,7 +38,7 @@ def run(
     connections: int = 16,
     say: Say = silent,
 ) -> dict[str, Any]:
-    """`orders` and `requests` a second, for `seconds` of each kind of flood."""
+    """Sends `orders` and `requests` a second, for `seconds` of each kind of flood."""
     with running(pool_target=1, exchange_orders_per_10s=order.ORDERS_PER_10S) as target:
         return measure(target, seconds, orders, requests, connections, say=say)
 
@@ -91,8 +91,8 @@ def _bad_key(kind: str, target: Target) -> str:
 
 
 def _paced(connection: RestConnection, user: BenchUser, rate: float, seconds: float) -> list[float]:
-    """Seconds of each order, from when it was due;
-    one that waited for the one before counts from there."""
+    """Returns the seconds of each order, from when it was due; one that waited for the one before
+    counts from there."""
     taken: list[float] = []
     began = time.perf_counter()
     for number in range(round(rate * seconds)):

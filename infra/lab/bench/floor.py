@@ -52,7 +52,7 @@ def measure(url: str, n: int) -> list[float]:
 
 
 def serve(url: str, name: str, n: int) -> None:
-    """The worker's side: pops `n` requests, publishes an answer to each."""
+    """Serves the worker's side: pops `n` requests, publishes an answer to each."""
     client = _connect(url)
     for _ in range(n):
         client.blpop([f"floor:{{{name}}}"], timeout=20)

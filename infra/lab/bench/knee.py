@@ -69,8 +69,8 @@ def _good(step: dict[str, Any]) -> bool:
 
 
 def _between(below: dict[str, Any], above: dict[str, Any]) -> float:
-    """The rate at which the percentile is the limit;
-    the lower one if the upper fell behind with it met."""
+    """Returns the rate at which the percentile is the limit; the lower one if the upper fell behind
+    with it met."""
     rise = above["p99_ms"] - below["p99_ms"]
     share = 0.0 if above["p99_ms"] <= LIMIT_MS else (LIMIT_MS - below["p99_ms"]) / rise
     return round(
@@ -122,7 +122,7 @@ def _step(
 
 
 def rows(result: dict[str, Any]) -> list[tuple[str, str]]:
-    """For the table."""
+    """Returns the rows of the table."""
     cpu = result["knee_cpu_percent"]
     shown = sorted(cpu.items(), key=lambda entry: -entry[1])
     shares = [

@@ -21,7 +21,7 @@ SETTLE = 8.0
 
 
 def pss_mib(pid: int) -> float:
-    """PSS of a process and its descendants, MiB."""
+    """Returns the PSS of a process and its descendants, MiB."""
     root = psutil.Process(pid)
     kib = 0
     for process in (root, *root.children(recursive=True)):

@@ -24,7 +24,7 @@ ORDERS_PER_10S = 1_000_000
 
 
 def order_body(user: BenchUser) -> dict[str, object]:
-    """A new market order for one lot."""
+    """Returns a new market order for one lot."""
     return {
         "client_order_id": uuid4().hex,
         "account_id": user.account_id,
@@ -82,7 +82,7 @@ def _active(target: Target, prefix: str, count: int) -> list[BenchUser]:
 
 
 def _refused(target: Target) -> list[float]:
-    """Seconds until an order is refused whose login the broker has rejected before."""
+    """Measures the seconds until an order is refused whose login the broker has rejected before."""
     [user] = target.make_users("refused", 1, at_exchange=False)
     connection = RestConnection(target.api_url, user.api_key)
     taken = []

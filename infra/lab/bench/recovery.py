@@ -113,7 +113,8 @@ class RecoveryRounds:
         kill: WorkerKill,
         until: float,
     ) -> None:
-        """Until mark, metadata and workflow agree on who serves now. Raises `ServerFailed`."""
+        """Waits until mark, metadata and workflow agree on who serves now. Raises
+        `ServerFailed`."""
 
         def again(seen: PolledMark) -> bool:
             if kill.in_place:
@@ -147,8 +148,7 @@ class RecoveryRounds:
         return time.monotonic(), outcome
 
     def stand_still(self, users: Sequence[BenchUser]) -> int:
-        """How many of these users have another worker
-        or session after their host has stood still."""
+        """Counts the users that have another worker or session after their host has stood still."""
         for user in users:
             connection = RestConnection(self._target.api_url, user.api_key)
             connection.call("POST", f"/v1/users/{user.user_id}/worker/start")

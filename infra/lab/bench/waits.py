@@ -36,7 +36,8 @@ _open = build_opener(ProxyHandler({})).open
 def run(
     users: int = 8, readers: int = 32, starts: int = 8, seconds: float = 20.0
 ) -> dict[str, Any]:
-    """`users` trade and `readers` list orders for `seconds`, while `starts` others get a worker."""
+    """Lets `users` trade and `readers` list orders for `seconds`, while `starts` others get a
+    worker."""
     port, _ = free_ports(2)  # the second is for the metrics of Temporal's SDK
     with running(
         pool_target=users,
@@ -89,7 +90,7 @@ def measure(
 def _load(
     target: Target, traders: list[BenchUser], readers: int, late: list[BenchUser], seconds: float
 ) -> tuple[list[float], list[float]]:
-    """The seconds that each order and each list took."""
+    """Returns the seconds that each order and each list took."""
     orders: list[float] = []
     reads: list[float] = []
     failed: list[BaseException] = []
@@ -142,7 +143,8 @@ def _scrape(place: Request) -> dict[str, Buckets]:
 
 
 def quantile(buckets: Buckets, share: float) -> float:
-    """As Prometheus' `histogram_quantile`: as if the waits of a bucket were spread evenly.
+    """Returns a quantile as Prometheus' `histogram_quantile` does: as if the waits of a bucket were
+    spread evenly.
 
     The last finite bound for a wait beyond it; 0 without waits.
     """

@@ -37,7 +37,7 @@ def cut_off_network() -> None:
 
 
 def pss() -> float:
-    """MiB of this process."""
+    """Returns the MiB of this process."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
 
@@ -47,7 +47,8 @@ def threads() -> int:
 
 
 def _session(folder: str, report: int, go: int) -> None:
-    """A session process up to its login: reports its figures once all others have come as far."""
+    """Runs a session process up to its login: reports its figures once all others have come as
+    far."""
     os.environ.update(SJ_LOG_PATH=f"{folder}/log", SJ_HOME_PATH=folder, SJ_CONTRACTS_PATH=folder)
     null = os.open("/dev/null", os.O_WRONLY)
     os.dup2(null, 1)
@@ -73,7 +74,7 @@ def _session(folder: str, report: int, go: int) -> None:
 
 
 def measure(count: int, *, imported_before: bool) -> dict[str, Any]:
-    """The figures of `count` sessions at the same time. `imported_before`: the parent imports the
+    """Measures `count` sessions at the same time. With `imported_before`, the parent imports the
     SDK before it forks them."""
     folder = tempfile.mkdtemp(prefix="berth-sdk-")
     children = []

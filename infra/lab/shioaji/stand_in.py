@@ -119,8 +119,8 @@ class StandInClient:
         client: str = "",
         account_of: Callable[[str], str] = account_of,
     ) -> None:
-        """`client` names the session in the exchange's ledger; `account_of` finds the account of an
-        API key, which is all that the SDK's login gets."""
+        """Takes `client`, which names the session in the exchange's ledger; `account_of` finds the
+        account of an API key, which is all that the SDK's login gets."""
         self._sdk = sdk
         self._address = address
         self._client = client
@@ -576,7 +576,7 @@ class StandInContracts:
         return self._sdk.BaseContract(security, exchange, instrument.code)
 
     def _terms(self, instrument: Instrument) -> Any:
-        """As the SDK has them: floats, and None or 0 for what is not known."""
+        """Returns the terms as the SDK has them: floats, and None or 0 for what is not known."""
         known: dict[str, Any] = {
             "security_type": _SECURITY[instrument.kind],
             "code": instrument.code,

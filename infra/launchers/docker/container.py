@@ -35,7 +35,8 @@ LOG = {
 
 
 def container_name(fleet: str, token: str) -> str:
-    """The same token gives the same name, and the daemon lets no name exist twice."""
+    """Returns the name that a token gives: always the same, and the daemon lets no name exist
+    twice."""
     digest = blake2b(token.encode(), key=fleet.encode()[:64], digest_size=10).hexdigest()
     return f"berth-{digest}"
 
@@ -43,8 +44,8 @@ def container_name(fleet: str, token: str) -> str:
 def container_document(
     spec: LaunchSpec, *, image: str, network: str, fleet: str, now: float
 ) -> Document:
-    """The document that creates a worker's container.
-    Raises `LaunchFailed` for an impossible spec."""
+    """Returns the document that creates a worker's container. Raises `LaunchFailed` for an
+    impossible spec."""
     config = spec.config
     check_worker_id(config.worker_id)
     grace = stop_grace(config.shutdown_timeout)
@@ -97,7 +98,7 @@ def container_document(
 
 
 def task_of(container_id: str, labels: dict[str, str]) -> Task:
-    """The task that one of our containers is."""
+    """Returns the task that one of our containers is."""
     return Task(
         task_id=container_id,
         worker_id=labels.get(WORKER, ""),
@@ -112,5 +113,5 @@ def labels_of(inspected: Document) -> dict[str, str]:
 
 
 def finished_at(inspected: Document) -> float:
-    """Unix seconds."""
+    """Returns when a container ended, in Unix seconds."""
     return datetime.fromisoformat(inspected["State"]["FinishedAt"]).timestamp()

@@ -54,13 +54,14 @@ class DockerEngine:
             await docker.close()
 
     async def limits_memory(self) -> bool:
-        """Whether the host enforces memory limits;
-        elsewhere the daemon ignores them with a warning."""
+        """Returns True if the host enforces memory limits; elsewhere the daemon ignores them with a
+        warning."""
         async with self._call():
             return bool((await self._client().system.info())["MemoryLimit"])
 
     async def create(self, name: str, document: Document) -> str | None:
-        """The new container's id; None when there is one of this name. Raises `LaunchFailed`."""
+        """Creates a container and returns its id; None when there is one of this name. Raises
+        `LaunchFailed`."""
         async with self._call(expected=(409,), refused=LaunchFailed):
             return (await self._client().containers.create(document, name=name)).id
         return None
@@ -77,19 +78,20 @@ class DockerEngine:
             await stream.write_in(standard_input)
 
     async def inspect_image(self, name_or_id: str) -> Document | None:
-        """What the daemon knows of an image; None for one that it does not have."""
+        """Returns what the daemon knows of an image; None for one that it does not have."""
         async with self._call(expected=(404,)):
             return await self._client().images.inspect(name_or_id)
         return None
 
     async def inspect(self, name_or_id: str) -> Document | None:
-        """All that the daemon knows of a container; None for one that does not exist."""
+        """Returns all that the daemon knows of a container; None for one that does not exist."""
         async with self._call(expected=(404,)):
             return await self._client().containers.container(name_or_id).show()
         return None
 
     async def find(self, labels: Mapping[str, str], states: Sequence[str]) -> list[Document]:
-        """Short descriptions of the containers with all these labels and one of these states."""
+        """Returns short descriptions of the containers with all these labels and one of these
+        states."""
         filters = {"label": _labels(labels), "status": list(states)}
         async with self._call():
             containers = await self._client().containers.list(all=1, filters=json.dumps(filters))
@@ -104,7 +106,7 @@ class DockerEngine:
             await self._client().containers.container(container_id).kill(signal=name)
 
     async def wait_ended(self, container_id: str, within: float) -> bool:
-        """Whether a container has ended, or ends within `within` seconds."""
+        """Returns True if a container has ended, or ends within `within` seconds."""
         async with self._call(expected=(404,), extra=within):
             try:
                 async with asyncio.timeout(within):
@@ -127,7 +129,8 @@ class DockerEngine:
     async def past_events(
         self, labels: Mapping[str, str], kinds: Sequence[str], since: int
     ) -> list[Document]:
-        """Events of the containers with these labels, from `since` (Unix nanoseconds) until now.
+        """Returns the events of the containers with these labels, from `since` (Unix nanoseconds)
+        until now.
 
         The daemon remembers its last 256 events.
         """
@@ -143,7 +146,7 @@ class DockerEngine:
     def events(
         self, labels: Mapping[str, str], kinds: Sequence[str], since: int
     ) -> DockerEventStream:
-        """The events from `since` on, as they happen. The caller closes the stream."""
+        """Streams the events from `since` on, as they happen. The caller closes the stream."""
         source = DockerEvents(self._client())  # type: ignore[no-untyped-call]
         subscriber = source.subscribe(create_task=False)  # type: ignore[no-untyped-call]
         running = asyncio.get_running_loop().create_task(source.run(**_span(labels, kinds, since)))
@@ -191,7 +194,7 @@ class DockerEventStream:
         self._path = path
 
     async def next(self, within: float) -> Document | None:
-        """The next event; None when none comes within `within` seconds. Raises
+        """Returns the next event; None when none comes within `within` seconds. Raises
         `LauncherUnreachable`."""
         try:
             async with asyncio.timeout(within):

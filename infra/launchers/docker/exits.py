@@ -20,11 +20,11 @@ from infra.launchers.docker.engine import DockerEngine, DockerEventStream, Docum
 from infra.worker_task import GRACE_MAX, TaskExit, signed_exit_code, worker_exit
 
 #: Seconds between two listings of all exited containers, whatever events came.
-LISTING_PERIOD = 10.0
+LISTING_INTERVAL_S = 10.0
 #: Seconds between two inspections of a container whose exit was announced but not yet written down.
 INSPECTION_PERIOD = 0.1
 #: Seconds between two rounds of removal.
-SWEEP_PERIOD = 60.0
+SWEEP_INTERVAL_S = 60.0
 #: Seconds for which an exited container stays at least, and how many stay longer: a repeated token
 #: finds its task, and its log can be read.
 KEPT = 600.0
@@ -79,7 +79,8 @@ class DockerPosition:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Text that is no position of ours is the first position: every exit is reported."""
+        """Parses a position. Text that is none of ours is the first position: every exit is
+        reported."""
         kind, _, rest = text.partition(":")
         event_at, _, handled = rest.partition(":")
         if kind != "docker" or not event_at.isdigit():
@@ -125,13 +126,13 @@ class DockerExits:
             await self._events.close()
 
     async def next_exits(self) -> list[TaskExit]:
-        """New exits, oldest first; waits some seconds for the first. Raises
+        """Returns new exits, oldest first; waits some seconds for the first. Raises
         `LauncherUnreachable`."""
         if self._listed:
             await self._sweep()  # before the first listing it is not known what was handled
         until_listing_s = self._list_at - time.monotonic()
         if self._events is None or until_listing_s <= 0:
-            self._list_at = time.monotonic() + LISTING_PERIOD
+            self._list_at = time.monotonic() + LISTING_INTERVAL_S
             self._listed = True
             return await self._list_exited()
         event = await self._events.next(INSPECTION_PERIOD if self._announced else until_listing_s)
@@ -140,7 +141,7 @@ class DockerExits:
         return await self._announced_exits()
 
     def with_position(self, end: TaskExit) -> TaskExit:
-        """The exit with its position."""
+        """Returns the exit with its position."""
         handled = frozenset(self._handled | {end.task_id[:DIGITS]})
         return replace(
             end, detail={**end.detail, "position": str(DockerPosition(self._event_at, handled))}
@@ -171,7 +172,7 @@ class DockerExits:
             self._stopped.add(container_id)
 
     async def _list_exited(self) -> list[TaskExit]:
-        """All exits that were not handled, oldest first."""
+        """Returns all exits that were not handled, oldest first."""
         ended = await self.engine.find(self.labels, _ENDED)
         present = {listed["Id"][:DIGITS] for listed in ended}
         self._handled &= present
@@ -187,7 +188,7 @@ class DockerExits:
         return sorted(ends, key=lambda end: end.at)
 
     async def _announced_exits(self) -> list[TaskExit]:
-        """The exits that an event announced, as far as the daemon has written them down."""
+        """Returns the exits that an event announced, as far as the daemon has written them down."""
         ends = []
         for container_id, event in list(self._announced.items()):
             if container_id[:DIGITS] in self._handled:
@@ -198,7 +199,7 @@ class DockerExits:
                 ends.append(self._exit_of_event(event))
             elif known["State"]["Status"] in _ENDED:
                 ends.append(self._exit_of_inspected(known))
-            elif time.time() < int(event["timeNano"]) / 1e9 + LISTING_PERIOD:
+            elif time.time() < int(event["timeNano"]) / 1e9 + LISTING_INTERVAL_S:
                 continue  # later: somebody started it again, and the next listing shows what it is
             self._announced.pop(container_id, None)
         return ends
@@ -208,8 +209,8 @@ class DockerExits:
         return self._end(known["Id"], container.labels_of(known), known["State"], at)
 
     def _exit_of_event(self, event: Document) -> TaskExit:
-        """The exit of a container that was removed before
-        we could inspect it: the event says enough."""
+        """Returns the exit of a container that was removed before we could inspect it: the event
+        says enough."""
         attributes = event["Actor"]["Attributes"]
         state = {"ExitCode": int(attributes.get("exitCode", 0)), "OOMKilled": False}
         return self._end(event["Actor"]["ID"], attributes, state, int(event["timeNano"]) / 1e9)
@@ -233,7 +234,7 @@ class DockerExits:
         """Removes exited containers whose exit was handled, and those that were never started."""
         if time.monotonic() < self._sweep_at:
             return
-        self._sweep_at = time.monotonic() + SWEEP_PERIOD
+        self._sweep_at = time.monotonic() + SWEEP_INTERVAL_S
         now = time.time()
         for listed in await self.engine.find(self.labels, ("created",)):
             if now - listed["Created"] > KEPT:

@@ -111,8 +111,8 @@ class DockerLauncher:
         return container.task_of(container_id, made["Labels"])
 
     async def _known_as(self, image: str) -> str:
-        """How the daemon knows `name@digest`:
-        an image built on this host has only its id for a digest.
+        """Returns how the daemon knows `name@digest`: an image built on this host has only its id
+        for a digest.
 
         Raises `LaunchFailed`.
         """
@@ -125,8 +125,8 @@ class DockerLauncher:
         return digest
 
     async def _adopt(self, known: Document) -> Task | None:
-        """The task of a container that this token made;
-        None when it never started and is gone now."""
+        """Returns the task of a container that this token made; None when it never started and is
+        gone now."""
         until = time.monotonic() + self.half_made
         while known["State"]["Status"] == "created":
             if time.monotonic() > until:
@@ -187,8 +187,8 @@ class DockerLauncher:
         return sorted(tasks, key=lambda task: task.launched_at)
 
     async def exits(self, after: str = "") -> AsyncIterator[TaskExit]:
-        """As the port says, oldest first.
-        Once an exit was handled, its container may be removed."""
+        """Yields exits as the port says, oldest first. Once an exit was handled, its container may
+        be removed."""
         position = DockerPosition.parse(after) if after else self._position
         async with (
             DockerEngine(self.socket) as engine,

@@ -1,5 +1,5 @@
-"""A client of ECS and SQS: the calls that the launcher needs,
-with our errors. Each runs in a thread.
+"""A client of ECS and SQS: the calls that the launcher needs, with our errors. Each runs in a
+thread.
 
 boto3 blocks. 16 calls run at a time and more wait; the queue has a thread of its own, since
 a long poll holds it for seconds. botocore retries throttled and broken calls (standard
@@ -52,7 +52,7 @@ class EcsApi:
     """Every method raises `LauncherUnreachable` when the outcome is unknown."""
 
     def __init__(self, settings: EcsSettings, *, endpoint: str | None = None) -> None:
-        """`endpoint`: another server than AWS's, for tests."""
+        """Connects to AWS, or to another server at `endpoint`, for tests."""
         self._cluster = settings.cluster
         self._family = family_of(settings.task_definition)
         self._queue = settings.queue_url
@@ -76,7 +76,8 @@ class EcsApi:
         await self._in_thread(lambda: self._ecs.stop_task(**request))
 
     async def task_ids(self, desired: Literal["RUNNING", "STOPPED"]) -> list[str]:
-        """All tasks of the family with this desired status; stopped ones for about an hour."""
+        """Returns the ids of all tasks of the family with this desired status; stopped ones for
+        about an hour."""
 
         def listed() -> list[str]:
             pages = self._ecs.get_paginator("list_tasks").paginate(
@@ -91,14 +92,15 @@ class EcsApi:
         return task_ids
 
     async def task_ids_of(self, worker_id: str) -> list[str]:
-        """The tasks that were started for this worker and that nobody has stopped: one call."""
+        """Returns the ids of the tasks that were started for this worker and that nobody has
+        stopped: one call."""
         # With `startedBy` ECS takes no other filter.
         request = {"cluster": self._cluster, "startedBy": worker_id}
         answer = await self._in_thread(lambda: self._ecs.list_tasks(**request))
         return [task_id_of(arn) for arn in answer["taskArns"]]
 
     async def describe(self, task_ids: Iterable[str]) -> tuple[list[dict[str, Any]], set[str]]:
-        """The tasks with their tags, and the ids that ECS does not know."""
+        """Returns the tasks with their tags, and the ids that ECS does not know."""
         ordered_ids = sorted(task_ids)
         batches = [
             ordered_ids[at : at + TASKS_PER_PAGE]
@@ -130,7 +132,7 @@ class EcsApi:
         return answer
 
     async def receive(self) -> list[dict[str, str]]:
-        """Up to ten messages as SQS gives them; waits some seconds for the first."""
+        """Returns up to ten messages as SQS gives them; waits some seconds for the first."""
         request = {
             "QueueUrl": self._queue,
             "MaxNumberOfMessages": MESSAGES_PER_CALL,

@@ -64,7 +64,7 @@ _CAPACITY_WORDS = ("capacity", "provisioning", "limit on the number of tasks")
 
 
 def placement_error(failure: dict[str, Any]) -> LaunchFailed:
-    """The error for one item of RunTask's `failures`."""
+    """Returns the error for one item of RunTask's `failures`."""
     reason = str(failure.get("reason") or "no reason given")
     text = f"{reason}: {failure['detail']}" if failure.get("detail") else reason
     text = text[:300]
@@ -77,8 +77,8 @@ def placement_error(failure: dict[str, Any]) -> LaunchFailed:
 
 
 def launch_error(error: Exception) -> BerthError:
-    """The error for an exception of RunTask;
-    `LauncherUnreachable` when the launch may have worked."""
+    """Returns the error for an exception of RunTask; `LauncherUnreachable` when the launch may have
+    worked."""
     if isinstance(error, NoCredentialsError):
         return LaunchDenied(_detail_of(error))
     if not isinstance(error, ClientError):
@@ -94,7 +94,8 @@ def launch_error(error: Exception) -> BerthError:
 
 
 def call_error(error: Exception) -> BerthError:
-    """The error for an exception of any other call: `UnknownTask`, or `LauncherUnreachable`."""
+    """Returns the error for an exception of any other call: `UnknownTask`, or
+    `LauncherUnreachable`."""
     if isinstance(error, ClientError) and _code(error) == "InvalidParameterException":
         text = _detail_of(error).lower()
         # "The referenced task was not found.", "taskId length should be one of [32,36]"
@@ -104,7 +105,8 @@ def call_error(error: Exception) -> BerthError:
 
 
 def task_id_of(arn: str) -> str:
-    """`arn:aws:ecs:region:account:task/cluster/id` → `id`; the older form lacks the cluster."""
+    """Returns the `id` of `arn:aws:ecs:region:account:task/cluster/id`; the older form lacks the
+    cluster."""
     return arn.rpartition("/")[2]
 
 

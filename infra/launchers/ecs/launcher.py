@@ -78,7 +78,7 @@ class EcsQueue:
         self._unreadable: dict[str, None] = {}
 
     async def receive(self) -> list[tuple[SeenTask, str]]:
-        """The next changes of our tasks, each with the receipt that deletes its message.
+        """Returns the next changes of our tasks, each with the receipt that deletes its message.
 
         Waits some seconds for the first. Raises `LauncherUnreachable`.
         """
@@ -178,8 +178,8 @@ class EcsLauncher:
         return tasks[0]
 
     async def stop(self, task_id: str, reason: str, *, grace: float | None = None) -> bool:
-        """ECS kills after the container's `stopTimeout`;
-        `grace` only says how long we wait for that."""
+        """Stops a task. ECS kills it after the container's `stopTimeout`; `grace` only says how
+        long we wait for that."""
         if self._tasks.has_ended(task_id):
             return True
         try:
@@ -212,7 +212,8 @@ class EcsLauncher:
         return True if known and self._tasks.runs(task_id) else None
 
     async def find_tasks(self, worker_id: str) -> Sequence[Task]:
-        """Also returns a task that ECS showed before and denies now: a denial proves no end."""
+        """Returns a worker's tasks, also one that ECS showed before and denies now: a denial proves
+        no end."""
         known = {task.task_id for task in self._tasks.of_worker(worker_id)}
         started = await self._api.task_ids_of(worker_id)
         await asyncio.gather(*(self._lookup.is_known(task_id) for task_id in known.union(started)))
@@ -223,7 +224,8 @@ class EcsLauncher:
         return self._tasks.running()
 
     async def exits(self, after: str = "") -> AsyncIterator[TaskExit]:
-        """As the port says; a new object begins with the exits ECS still knows: of the last hour.
+        """Yields exits as the port says; a new object begins with the exits ECS still knows: of the
+        last hour.
 
         With `after`, exits of the two minutes before it are reported again. The queue's message
         goes when its exit was handled.

@@ -18,8 +18,8 @@ class TaskLookup:
     """Belongs to one event loop."""
 
     def __init__(self, describe: Callable[[set[str]], Awaitable[set[str]]]) -> None:
-        """`describe` asks ECS about these tasks,
-        notes what it says, and returns those that ECS denies."""
+        """Takes `describe`, which asks ECS about these tasks, notes what it says, and returns those
+        that ECS denies."""
         self._describe = describe
         self._waiting: dict[str, asyncio.Future[bool]] = {}
         self._serving: asyncio.Task[None] | None = None

@@ -75,7 +75,7 @@ class _Event(msgspec.Struct, rename="kebab"):
 
 
 def family_of(task_definition: str) -> str:
-    """The family of `family`, `family:revision` or an ARN."""
+    """Returns the family of `family`, `family:revision` or an ARN."""
     return task_definition.rpartition("/")[2].partition(":")[0]
 
 
@@ -161,12 +161,12 @@ class EcsRecords:
 
 
 def with_position(end: TaskExit) -> TaskExit:
-    """The exit with its position, time and task id: exits have no common order in ECS."""
+    """Returns the exit with its position, time and task id: exits have no common order in ECS."""
     return replace(end, detail={**end.detail, "position": f"ecs:{end.at:.3f}:{end.task_id}"})
 
 
 def position_time(position: str) -> float:
-    """Unix seconds in a position; 0 for one that is not ours."""
+    """Returns the Unix seconds in a position; 0 for one that is not ours."""
     kind, _, rest = position.partition(":")
     try:
         return float(rest.partition(":")[0]) if kind == "ecs" else 0.0

@@ -35,7 +35,7 @@ _STRATEGIES = {
 
 
 def client_token(token: str) -> str:
-    """The token itself where ECS accepts it, else its hash."""
+    """Returns the token itself where ECS accepts it, else its hash."""
     if _TOKEN.fullmatch(token):
         return token
     return blake2b(token.encode(), digest_size=32).hexdigest()
@@ -44,8 +44,8 @@ def client_token(token: str) -> str:
 def run_task(
     settings: EcsSettings, spec: LaunchSpec, token: str, launch_key: bytes
 ) -> dict[str, Any]:
-    """The request for one worker.
-    Its overrides of the task definition have at most 8,192 characters.
+    """Returns the request for one worker. Its overrides of the task definition have at most 8,192
+    characters.
 
     The launch document is encrypted: everybody who may describe tasks can read overrides, and
     they stand in CloudTrail and in `docker inspect` (ADR 0012). The spec's image is a revision

@@ -102,7 +102,7 @@ class TaskCache:
         return set(self._running)
 
     def unknown(self, task_ids: Iterable[str]) -> set[str]:
-        """The ids of tasks whose tags we have not seen."""
+        """Returns the ids of tasks whose tags we have not seen."""
         tagged = {task_id for task_id, seen in self._running.items() if seen.tagged}
         return set(task_ids) - tagged - self._ended.keys()
 
@@ -110,7 +110,7 @@ class TaskCache:
         return task_id in self._ended
 
     def runs(self, task_id: str) -> bool:
-        """Whether it runs, as far as we know."""
+        """Returns True if the task runs, as far as we know."""
         return task_id in self._running
 
     def of_token(self, token: str) -> SeenTask | None:
@@ -125,7 +125,7 @@ class TaskCache:
 
 
 def _joined(old: SeenTask, new: SeenTask) -> SeenTask:
-    """The new state, with the fields that only the old source had."""
+    """Returns the new state, with the fields that only the old source had."""
     task = new.task if new.tagged else replace(new.task, version=old.task.version)
     return replace(
         new,

@@ -72,8 +72,8 @@ class OwnChildProcess(ChildProcess):
     def __init__(
         self, link: socket.socket, output: int, types: OwnTypes, uses: int, fence: Fence | None
     ) -> None:
-        """`uses`: jobs that it may run, unless it runs several at once.
-        `fence`: around this child."""
+        """Serves a child that may run `uses` jobs, unless it runs several at once. `fence` is
+        around it."""
         super().__init__(link, output, uses)
         self._types = types
         self._fence = fence

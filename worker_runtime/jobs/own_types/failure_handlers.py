@@ -35,7 +35,7 @@ class FailureHandlers:
     def __init__(
         self, tag: str, message_keys: MessageKeys, defaults: JobDefaults, log: Log
     ) -> None:
-        """`defaults`: what the deployment gives to handlers whose type says nothing else."""
+        """Takes `defaults`, which apply to handlers whose type says nothing else."""
         self._tag = tag
         self._message_keys = message_keys
         self._defaults = defaults

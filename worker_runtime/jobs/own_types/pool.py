@@ -59,9 +59,9 @@ from worker_runtime.process.log import Log
 from worker_runtime.protocol.errors import BerthError
 
 #: Seconds that the import of an application's code may take.
-IMPORT_TIMEOUT = 120.0
+IMPORT_TIMEOUT_S = 120.0
 #: Seconds within which a fork is confirmed: it takes some ms.
-_FORK_TIMEOUT = 10.0
+_FORK_TIMEOUT_S = 10.0
 #: KILLs, about a second apart, after which the fork server counts as stuck.
 _MAX_KILLS = 3
 #: Children of async types that are kept though they run nothing.
@@ -138,7 +138,7 @@ class ServedChild(JobChild):
         #: Jobs that run in it.
         self.running = 0
         #: Seconds until which the fork has to be confirmed.
-        self.confirm_until = time.monotonic() + _FORK_TIMEOUT
+        self.confirm_until = time.monotonic() + _FORK_TIMEOUT_S
 
     def kill(self, number: signal.Signals) -> None:
         """Has the child and all it has started signalled."""
@@ -162,8 +162,7 @@ class ForkServerPool(ChildPool):
         on_ended: Callable[[], None],
         on_ready: Callable[[], None],
     ) -> None:
-        """`on_ended` is called when children have ended,
-        `on_ready` when a fork server can be used."""
+        """Calls `on_ended` when children have ended, `on_ready` when a fork server can be used."""
         super().__init__(registry, selector, on_packet, recycle)
         self.own = own
         self.log = log
@@ -200,7 +199,7 @@ class ForkServerPool(ChildPool):
                 self._handle(self._control.recv(MAX_CONTROL))
             except TimeoutError:
                 raise OwnTypesUnusable(
-                    f"the import took more than {IMPORT_TIMEOUT:.0f} s"
+                    f"the import took more than {IMPORT_TIMEOUT_S:.0f} s"
                 ) from None
             finally:
                 if self._control is not None:
@@ -227,7 +226,9 @@ class ForkServerPool(ChildPool):
     def seconds_until_due(self) -> float:
         if self._server is None:
             return self._backoff.seconds_until_due()
-        return max(0.0, self._import_until - time.monotonic()) if not self.ready else _FORK_TIMEOUT
+        return (
+            max(0.0, self._import_until - time.monotonic()) if not self.ready else _FORK_TIMEOUT_S
+        )
 
     def _start(self) -> None:
         near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -269,7 +270,7 @@ class ForkServerPool(ChildPool):
         near.setblocking(False)
         self._control = near
         self._received = b""
-        self._import_until = time.monotonic() + IMPORT_TIMEOUT
+        self._import_until = time.monotonic() + IMPORT_TIMEOUT_S
         self.selector.register(near.fileno(), selectors.EVENT_READ, self._read_control)
         start = StartServer(
             application=self.own.application,
@@ -439,7 +440,7 @@ class ForkServerPool(ChildPool):
         return bool(_resident_of_tree(child.process_id) > self._baseline + limit)
 
     def reap(self) -> list[tuple[JobChild, int]]:
-        """The children that have ended; collects the fork server and strays, too."""
+        """Returns the children that have ended; collects the fork server and strays, too."""
         for pid in kernel.ended_children():
             if self._server is not None and pid == self._server.pid:
                 status = self._server.wait()
@@ -541,7 +542,7 @@ def _parent(pid: int) -> int:
 
 
 def _resident(pid: int) -> int:
-    """Bytes of a process's memory that no file holds; 0 if it is gone."""
+    """Returns the bytes of a process's memory that no file holds; 0 if it is gone."""
     try:
         fields = Path(f"/proc/{pid}/statm").read_text().split()
         return (int(fields[1]) - int(fields[2])) * resource.getpagesize()
@@ -550,6 +551,6 @@ def _resident(pid: int) -> int:
 
 
 def _resident_of_tree(pid: int, depth: int = 0) -> int:
-    """Bytes of a process and what it has started."""
+    """Returns the bytes of a process and what it has started."""
     started = _children_of(pid) if depth < 16 else []
     return _resident(pid) + sum(_resident_of_tree(child, depth + 1) for child in started)

@@ -38,7 +38,7 @@ class QueueCall(NamedTuple):
 
 
 def reply_number(value: bytes | str | None) -> int:
-    """A number in a job's hash, which its runner writes; 0 for what is none, at most
+    """Returns a number in a job's hash, which its runner writes; 0 for what is none, at most
     `bounds.LATEST_MS`."""
     try:
         return min(max(int(float(value or 0)), 0), bounds.LATEST_MS)
@@ -47,7 +47,7 @@ def reply_number(value: bytes | str | None) -> int:
 
 
 def reply_progress(value: bytes | str | None) -> Any:
-    """What a job said of its progress; None if that is no JSON."""
+    """Returns what a job said of its progress; None if that is no JSON."""
     try:
         return None if value is None else msgspec.json.decode(value)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -55,7 +55,7 @@ def reply_progress(value: bytes | str | None) -> Any:
 
 
 def reply_text(value: bytes | str) -> str:
-    """Part of a reply as text."""
+    """Returns part of a reply as text."""
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
 
@@ -92,14 +92,14 @@ def cancel(job_id: str, keys: MessageKeys, tag: str = job_keys.FLEET_TAG) -> Que
 
 
 def requeue(job_ids: Sequence[str], tag: str = job_keys.FLEET_TAG) -> QueueCall:
-    """Puts failed jobs back on their queues;
-    at most some hundreds. The reply: the ids that went back."""
+    """Puts failed jobs back on their queues; at most some hundreds. The reply: the ids that went
+    back."""
     return QueueCall(job_scripts.REQUEUE, [job_keys.meta(tag)], [BOOST_MS, *job_ids])
 
 
 def suspend(*, queue: str = "", runner: str = "", tag: str = job_keys.FLEET_TAG) -> QueueCall:
-    """Stops claims of this queue, by runners of this name,
-    or all, until `resume`. Running jobs continue."""
+    """Stops claims of this queue, by runners of this name, or all, until `resume`. Running jobs
+    continue."""
     return configure({halt_field(queue, runner): "1"}, tag)
 
 
@@ -116,7 +116,8 @@ def configure(settings: Mapping[str, str | None], tag: str = job_keys.FLEET_TAG)
 
 
 def halt_field(queue: str, runner: str) -> str:
-    """Field of the settings: no claims of this queue, by runners of this name, or at all."""
+    """Returns the field of the settings that halts claims of this queue, by runners of this name,
+    or all claims."""
     if queue:
         return f"halt_queue:{queue}"
     return f"halt_runner:{runner}" if runner else "halt"

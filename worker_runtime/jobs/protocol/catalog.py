@@ -78,7 +78,7 @@ class OrderRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 def pack_orders(rows: Sequence[OrderRow]) -> bytes:
-    """Orders as they travel in a job; raises `TooManyOrders`."""
+    """Packs orders as they travel in a job; raises `TooManyOrders`."""
     packed = zlib.compress(msgspec.json.encode(rows), 9)
     if len(packed) > MAX_PACKED:
         raise TooManyOrders(f"{len(rows)} orders are more than one job can carry")
@@ -86,7 +86,7 @@ def pack_orders(rows: Sequence[OrderRow]) -> bytes:
 
 
 def unpack_orders(packed: bytes) -> list[OrderRow]:
-    """The orders of a job; raises `MalformedMessage`."""
+    """Returns the orders of a job; raises `MalformedMessage`."""
     try:
         return msgspec.json.decode(decompress(packed), type=list[OrderRow])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -98,7 +98,7 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")  #
 
 
 def csv_of(rows: Iterable[OrderRow], *, header: bool) -> bytes:
-    """Orders as CSV (RFC 4180), with the names of the columns before them if `header`."""
+    """Returns orders as CSV (RFC 4180), with the names of the columns before them if `header`."""
     import csv  # only exports need it, and few of those who import this module export anything
 
     out = io.StringIO()
@@ -124,7 +124,7 @@ def cell_text(value: object) -> str:
 
 
 def decompress(packed: bytes) -> bytes:
-    """The orders of a job, or the CSV of an export; raises `MalformedMessage`."""
+    """Decompresses the orders of a job, or the CSV of an export; raises `MalformedMessage`."""
     inflater = zlib.decompressobj()
     try:
         data = inflater.decompress(packed, _MAX_UNPACKED)
@@ -371,7 +371,7 @@ def receiver_of(work: msgspec.Struct) -> str:
 
 
 def make_job(job_id: str, work: msgspec.Struct, **options: Any) -> Job:
-    """The job with the arguments `work`; `options` are further fields of `Job`. Raises
+    """Returns the job with the arguments `work`; `options` are further fields of `Job`. Raises
     `MalformedMessage`."""
     kind = JOB_KINDS[type(work)]
     args = msgspec.json.encode(work)

@@ -47,7 +47,7 @@ _APPLICATION = "app:"
 
 
 def user_tag(user_id: str) -> str:
-    """The tag of a user's own jobs. No user id makes it the fleet's."""
+    """Returns the tag of a user's own jobs. No user id makes it the fleet's."""
     return f"user:{user_id}"
 
 
@@ -113,15 +113,16 @@ def subqueue(tag: str, queue: str, name: str) -> str:
 
 
 def doorbell(tag: str, queue: str = "") -> str:
-    """The doorbell of one queue, or of the runners that serve all queues."""
+    """Returns the doorbell of one queue, or of the runners that serve all queues."""
     return _key(tag, "doorbell", queue) if queue else _key(tag, "doorbell")
 
 
 def every_key(tag: str) -> str:
-    """A pattern of all keys of this tag."""
+    """Returns a pattern of all keys of this tag."""
     return _key(tag, "*")
 
 
 def user_totals() -> str:
-    """Totals of all users' own jobs: among the fleet's keys, so that one read finds them."""
+    """Returns the key of the totals of all users' own jobs: among the fleet's keys, so that one
+    read finds them."""
     return _key(FLEET_TAG, "users")

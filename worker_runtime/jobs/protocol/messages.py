@@ -163,7 +163,7 @@ class JobResult(Message, frozen=True, kw_only=True, tag="job_result"):
 
 
 def encode_job(job: Job) -> bytes:
-    """The encoded job; raises `MalformedMessage` if no runner would accept it."""
+    """Returns the encoded job; raises `MalformedMessage` if no runner would accept it."""
     if not _NAME_PATTERN.fullmatch(job.queue):
         raise MalformedMessage("queue: 1 to 64 of a-z, 0-9, '_', '.', '-'")
     if not _TYPE_PATTERN.fullmatch(job.name):
@@ -223,7 +223,7 @@ def sign_result(result: JobResult, keys: MessageKeys) -> bytes:
 
 
 def read_signed_job(entry: bytes, job_id: str, keys: MessageKeys) -> tuple[Job, bytes]:
-    """The job that stands under this id, and its JSON.
+    """Returns the job under this id, and its JSON.
 
     Raises what `read_payload` does, or `MalformedMessage`.
     """

@@ -52,7 +52,8 @@ class CounterKind(StrEnum):
 
 
 def counter_field(kind: CounterKind, *labels: str) -> str:
-    """The field of a counter in the hash of totals. Labels hold no `|`: names are checked."""
+    """Returns the field of a counter in the hash of totals. Labels hold no `|`: names are
+    checked."""
     return "|".join((kind, *labels))
 
 
@@ -100,7 +101,7 @@ class JobEventFormatter:
         labels: Mapping[str, object],
         error: JobEventError | UnsetType = UNSET,
     ) -> bytes:
-        """One line with its end."""
+        """Returns one line with its end."""
         message = event.action.replace("-", " ")
         line = _EventLine(datetime.now(UTC), level, message, self._service, event, labels, error)
         return _encode_line(line) + b"\n"
@@ -127,8 +128,8 @@ _LOGIN = re.compile(r"//[^@\s/]+@")
 
 
 def error_report(service: str, event: str, fields: Mapping[str, Any]) -> tuple[str, str]:
-    """An error as operators are told of it: a key,
-    which errors that are alike share, and a sentence."""
+    """Returns how an error is reported to operators: a key, which similar errors share, and a
+    sentence."""
     shown = {name: _LOGIN.sub("//", str(fields[name]))[:100] for name in _SHOWN if name in fields}
     key = "|".join((service, event, *(shown.get(name, "") for name in _TELLING)))
     about = "".join(f", {name}={value}" for name, value in shown.items())

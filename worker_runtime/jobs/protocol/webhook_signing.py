@@ -18,12 +18,12 @@ MIN_KEY_BYTES = 32
 
 
 def recipient_key(fleet_key: bytes, recipient: str) -> str:
-    """The key of one recipient, in hex."""
+    """Returns the key of one recipient, in hex."""
     return hmac.digest(fleet_key, b"berth-webhook:" + recipient.encode(), "sha256").hex()
 
 
 def sign_delivery(fleet_keys: Sequence[bytes], recipient: str, at: int, body: bytes) -> str:
-    """The header's value; `at` in Unix seconds. The first key is the present one."""
+    """Returns the header's value; `at` in Unix seconds. The first key is the present one."""
     signed = f"{at}.".encode() + body
     marks = [
         hmac.digest(recipient_key(key, recipient).encode(), signed, "sha256").hex()

@@ -58,7 +58,7 @@ def deadline(seconds: float) -> Iterator[None]:
 
 
 def time_left() -> float:
-    """Seconds until the innermost block ends. Raises `TimeIsUp`."""
+    """Returns the seconds until the innermost block ends. Raises `TimeIsUp`."""
     remaining = _ends[-1] - time.monotonic()
     if remaining <= 0:
         raise TimeIsUp
@@ -77,8 +77,8 @@ def _raise(_number: int, _frame: object) -> None:
 
 
 def resolve(host: str, port: int) -> list[Address]:
-    """Returns the addresses of a name in the order
-    in which they are to be tried. Call it within `deadline`.
+    """Returns the addresses of a name in the order in which they are to be tried. Call it within
+    `deadline`.
 
     In a thread, because the system's resolver hears no alarm.
     Raises `OSError`, `UnicodeError`, `TimeIsUp`.

@@ -51,7 +51,8 @@ class JobRegistry:
             raise UnknownJob(f"this runner does no {name[:64]!r}: {lacking}") from None
 
     def arguments(self, kind: JobType, raw: msgspec.Raw) -> msgspec.Struct:
-        """The arguments of one job; raises `MalformedMessage` if they do not fit its type."""
+        """Returns the arguments of one job; raises `MalformedMessage` if they do not fit its
+        type."""
         try:
             return self._decoders[kind.name].decode(raw)
         except msgspec.DecodeError as error:
@@ -59,7 +60,7 @@ class JobRegistry:
 
 
 def answer_ping(arguments: PingRunner, context: JobContext) -> RunnerPong:
-    """The job `ping`: shows that a fleet takes jobs, runs them and answers."""
+    """Answers the job `ping`, which shows that a fleet takes jobs, runs them and answers."""
     return RunnerPong(text=arguments.text, pid=os.getpid(), attempt=context.attempt)
 
 
@@ -69,8 +70,8 @@ PING_JOB = JobType(name=JOB_KINDS[PingRunner].name, arguments=PingRunner, run=an
 def build_registry(
     config: RunnerConfig, message_keys: Callable[[], AssignmentKeys] | None = None
 ) -> JobRegistry:
-    """The types that this configuration allows. Only the fleet's runners get what webhooks and
-    mails need, and only users' own runners the keys with which a session is asked."""
+    """Returns the types that this configuration allows. Only the fleet's runners get what webhooks
+    and mails need, and only users' own runners the keys with which a session is asked."""
     types = [PING_JOB, STATEMENT_JOB, EXPORT_JOB]
     if message_keys is not None:
         types += [position_snapshot_job(config.valkey_url, message_keys)]

@@ -43,7 +43,7 @@ class JobType:
     memory: int = DEFAULT_MEMORY
 
     def retryable(self, error: BaseException) -> bool:
-        """Whether another attempt makes sense after this error."""
+        """Returns True if another attempt makes sense after this error."""
         return (
             error.retryable if isinstance(error, BerthError) else isinstance(error, _PASSING_ERRORS)
         )

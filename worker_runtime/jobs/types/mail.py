@@ -24,7 +24,7 @@ class MailDeferred(RetryLater, code="MAIL_DEFERRED"):
 
 
 def email_job(outlet: MailOutlet) -> JobType:
-    """The type `email`, with the server that sends our mails."""
+    """Returns the type `email`, with the server that sends our mails."""
 
     def send(arguments: SendEmail, context: JobContext) -> EmailReceipt:
         message_id, data = _message(arguments, context.job_id, outlet.sender)
@@ -112,7 +112,7 @@ def _send_text(client: smtplib.SMTP, data: bytes) -> None:
 
 
 def _message(arguments: SendEmail, job_id: str, sender: str) -> tuple[str, bytes]:
-    """Its id, and its bytes for SMTP: CRLF, doubled points, the end."""
+    """Returns the mail's id, and its bytes for SMTP: CRLF, doubled points, the end."""
     import re
     from email.message import EmailMessage
     from email.policy import SMTP
@@ -141,7 +141,7 @@ def _check(step: str, code: int, _text: bytes = b"") -> None:
 
 
 def _mail_error(step: str, code: int) -> MailRefused | MailDeferred:
-    """RFC 5321, 4.2.1: 5yz is final, 4yz is not.
-    Other codes mean no SMTP, or a lost connection (-1)."""
+    """Returns the error of an SMTP reply. RFC 5321, 4.2.1: 5yz is final, 4yz is not. Other codes
+    mean no SMTP, or a lost connection (-1)."""
     text = f"{step}: {code}"
     return MailRefused(text) if 500 <= code < 600 else MailDeferred(text)

@@ -53,17 +53,18 @@ class MessageProvider(Protocol):
     def outlet(self) -> PostOutlet: ...
 
     def request(self, message: Any, context: JobContext) -> ProviderRequest:
-        """What sends this message. May log in before, and raises what that raises."""
+        """Returns the request that sends this message. May log in before, and raises what that
+        raises."""
 
     def message_id(self, answer: Mapping[str, Any]) -> str:
-        """The provider's id of a message that it has accepted."""
+        """Returns the provider's id of a message that it has accepted."""
 
     def error_code(self, answer: Mapping[str, Any]) -> str:
-        """The provider's name for what is wrong; empty: it gave none."""
+        """Returns the provider's name for what is wrong; empty if it gave none."""
 
 
 def message_job(provider: MessageProvider) -> JobType:
-    """The type of job whose messages this provider carries."""
+    """Returns the type of job whose messages this provider carries."""
     kind = JOB_KINDS[provider.arguments]
 
     def send(message: msgspec.Struct, context: JobContext) -> MessageReceipt:
@@ -97,8 +98,8 @@ def message_job(provider: MessageProvider) -> JobType:
 def post(
     request: ProviderRequest, outlet: PostOutlet, *, repeatable: bool
 ) -> tuple[int, Mapping[str, Any], float | None]:
-    """The status, the answer (empty if it is no JSON object)
-    and the pause in seconds that it asks for.
+    """Returns the status, the answer (empty if it is no JSON object) and the pause in seconds that
+    it asks for.
 
     Raises `MessageDeferred`, `MessageRefused`, and `JobOutcomeUnknown` for what may have arrived
     and is not `repeatable`.

@@ -29,8 +29,8 @@ class SessionSilent(RetryLater, code="SESSION_SILENT"):
 
 
 def position_snapshot_job(valkey_url: str, message_keys: Callable[[], AssignmentKeys]) -> JobType:
-    """The type `position_snapshot`, with the Valkey
-    of the user's worker and the keys of its messages."""
+    """Returns the type `position_snapshot`, with the Valkey of the user's worker and the keys of
+    its messages."""
 
     def snapshot(arguments: SnapshotPositions, _context: JobContext) -> PositionSnapshot:
         answer = _ask_session(valkey_url, arguments, message_keys())
@@ -103,7 +103,7 @@ def _ask_session(
 
 
 def _receive_answer(subscriber: Valkey, until: float) -> bytes | None:
-    """The published answer; None if none came in time."""
+    """Returns the published answer; None if none came in time."""
     try:
         message: Any = subscriber.receive(max(0.001, until - time.monotonic()))
     except ValkeyUnreachable:

@@ -63,8 +63,8 @@ def _line(account_id: str, symbol: str, odd: bool, rows: list[OrderRow]) -> Stat
 
 
 def _filled(rows: list[OrderRow], side: str) -> tuple[int, Decimal | None]:
-    """Lots and their average price to four places,
-    without an exponent; None if a price is not known."""
+    """Returns the filled lots and their average price to four places, without an exponent; None if
+    a price is not known."""
     filled = [row for row in rows if row.side == side and row.filled_quantity]
     lots = sum(row.filled_quantity for row in filled)
     value = Decimal(0)
@@ -98,7 +98,7 @@ STATEMENT_EVENT = "statement.daily"
 
 
 def statement_email_job(outlet: MailOutlet) -> JobType:
-    """The type `statement_email`, with the server that sends our mails."""
+    """Returns the type `statement_email`, with the server that sends our mails."""
     mail = email_job(outlet)
 
     def send(arguments: MailStatement, context: JobContext) -> object:
@@ -112,8 +112,8 @@ def statement_email_job(outlet: MailOutlet) -> JobType:
 
 
 def statement_webhook_job(outlet: WebhookOutlet) -> JobType:
-    """The type `statement_webhook`, with the fleet's keys.
-    The body is the result of the job `statement`."""
+    """Returns the type `statement_webhook`, with the fleet's keys. The body is the result of the
+    job `statement`."""
     post = webhook_job(outlet)
 
     def deliver(arguments: PostStatement, context: JobContext) -> object:
@@ -127,7 +127,7 @@ def statement_webhook_job(outlet: WebhookOutlet) -> JobType:
 
 
 def statement_text(made: Statement) -> str:
-    """The text of a mail: a line for each account and symbol."""
+    """Returns the text of a mail: a line for each account and symbol."""
     lines = [f"User {made.user_id}, {made.day}", ""]
     if not made.orders:
         return "\n".join([*lines, "No orders on this day.", ""])

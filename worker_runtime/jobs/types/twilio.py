@@ -39,7 +39,7 @@ class SmsProvider:
         )
 
     def form(self, message: Any) -> dict[str, str]:
-        """The fields of the form."""
+        """Returns the fields of the form."""
         sender = self.outlet.sms_sender
         if not sender:
             raise MessageRefused("BERTH_MESSAGING_SMS_SENDER is not set")

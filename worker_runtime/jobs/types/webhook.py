@@ -21,7 +21,7 @@ class WebhookDeferred(RetryLater, code="WEBHOOK_DEFERRED"):
 
 
 def webhook_job(outlet: WebhookOutlet) -> JobType:
-    """The type `webhook`, with the fleet's keys."""
+    """Returns the type `webhook`, with the fleet's keys."""
 
     def deliver(arguments: DeliverWebhook, context: JobContext) -> WebhookReceipt:
         # Imported here: TLS and HTTP would cost every runner and child some MiB.

@@ -20,7 +20,7 @@ from worker_runtime.jobs.types.deadline import Address, TimeIsUp, connect, deadl
 from worker_runtime.jobs.types.job_type import RetryLater
 
 #: Seconds. A longer `Retry-After` of the receiver is ignored.
-_LONGEST_WAIT = 3600.0
+_MAX_RETRY_AFTER_S = 3600.0
 #: Where hosts of the internet are (RFC 4291). Below and above are addresses that stand for
 #: IPv4 ones: mapped, compatible, translated (RFC 2765, 6052, 8215); also private,
 #: link-local and site-local ones.
@@ -143,7 +143,8 @@ def send_post(
 
 
 def _seconds(after: str) -> float | None:
-    """RFC 9110, 10.2.3: seconds, or a date."""
+    """Returns the seconds that a Retry-After header asks for. RFC 9110, 10.2.3: seconds, or a
+    date."""
     try:
         if after.isascii() and after.isdigit():
             pause = float(after)
@@ -151,7 +152,7 @@ def _seconds(after: str) -> float | None:
             pause = max(0.0, parsedate_to_datetime(after).timestamp() - time.time())
     except (ValueError, OverflowError):
         return None
-    return pause if pause <= _LONGEST_WAIT else None
+    return pause if pause <= _MAX_RETRY_AFTER_S else None
 
 
 def _addresses(host: str, port: int, *, plain: bool, outlet: PostOutlet) -> list[Address]:

@@ -18,7 +18,7 @@ DELIVERIES = "race:deliveries"
 
 
 def worker_id(number: int) -> str:
-    """Numbers begin at 1."""
+    """Returns the id of a worker. Numbers begin at 1."""
     return f"w{number}"
 
 
@@ -39,7 +39,7 @@ class ClaimLedger:
     """Numbers of workers, by number of claim."""
 
     def __init__(self, path: Path, count: int = 0) -> None:
-        """`count`: claims of a new ledger."""
+        """Opens the ledger; `count` is the number of claims of a new one."""
         if count:
             path.write_bytes(bytes(count * _BYTES))
         with path.open("r+b") as file:

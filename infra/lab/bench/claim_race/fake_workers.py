@@ -131,7 +131,7 @@ def _announce(number: int) -> list[Any]:
 
 
 def _admit(number: int) -> list[Any]:
-    """As the orchestrator does with a worker that announced itself."""
+    """Admits a worker as the orchestrator does once it has announced itself."""
     worker = claim_ledger.worker_id(number)
     entry, free = keys.pool_worker(claim_ledger.POOL, worker), keys.pool_ready(claim_ledger.POOL)
     unused = keys.pool_claim(claim_ledger.POOL, ""), keys.pool_born(claim_ledger.POOL, "")

@@ -42,7 +42,7 @@ CLAIMERS = 8
 #: Most claims in the part that measures the rate.
 RATED = 200_000
 #: Seconds between two kills; a claimer starts in 0.3 s.
-KILL_PERIOD = 1.0
+KILL_INTERVAL_S = 1.0
 #: Claims that must be made between two kills:
 #: on a busy machine a start takes longer than the period.
 PROGRESS = 200
@@ -103,7 +103,7 @@ class _Race:
 
 
 def run(
-    claims: int = 1_000_000, kill_period: float = KILL_PERIOD, say: Say = silent
+    claims: int = 1_000_000, kill_period: float = KILL_INTERVAL_S, say: Say = silent
 ) -> dict[str, Any]:
     """Kills a claimer every `kill_period` seconds.
 
@@ -196,7 +196,7 @@ def _judged(client: Redis, ledgers: list[ClaimLedger], workers: FakeWorkers) -> 
 
 
 def _lost(client: Redis, truth: ConfirmedClaims, claimed: bytearray) -> int:
-    """Workers that nobody has and nobody can get."""
+    """Counts workers that nobody has and nobody can get."""
     free: Any = client.zrange(keys.pool_ready(claim_ledger.POOL), 0, -1)
     known = {claim_ledger.number_of(worker_id) for worker_id in free}
     return sum(

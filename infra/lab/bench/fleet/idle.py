@@ -60,8 +60,8 @@ _START_WITHIN = 300.0
 #: For users that are active all the time: how many,
 #: their idle timeout, and how often they show activity (s).
 _USED_USERS = 20
-_USED_TIMEOUT = 5.0
-_USED_MARK_PERIOD = 1.0
+_USED_TIMEOUT_S = 5.0
+_USED_MARK_INTERVAL_S = 1.0
 
 T = TypeVar("T")
 
@@ -156,9 +156,11 @@ def _measure_naive(
 
 def _measure_used(seconds: float, settle: float, say: Say) -> dict[str, Any]:
     """Measures what users cost that are active all the time, scaled to the default idle timeout."""
-    seconds = min(max(seconds, 2 * _USED_TIMEOUT), 60.0)
+    seconds = min(max(seconds, 2 * _USED_TIMEOUT_S), 60.0)
     stack = partial(SimulatedStack, habits=SimulatedBehaviour(used=True))
-    with running(_POOL, stack, idle_timeout=_USED_TIMEOUT, mark_period=_USED_MARK_PERIOD) as target:
+    with running(
+        _POOL, stack, idle_timeout=_USED_TIMEOUT_S, mark_period=_USED_MARK_INTERVAL_S
+    ) as target:
         users = _make_active(target, _USED_USERS, min(settle, seconds), say)
         began = datetime.now(UTC)
         _pause(
@@ -175,7 +177,7 @@ def _measure_used(seconds: float, settle: float, say: Say) -> dict[str, Any]:
     a_period = own.total() / own["timers"]
     return {
         "workers": len(users),
-        "idle_timeout_s": _USED_TIMEOUT,
+        "idle_timeout_s": _USED_TIMEOUT_S,
         "periods": own["timers"],
         "actions_per_period": round(a_period, 3),
         "scaled_to_idle_timeout_s": timeout,
@@ -243,7 +245,7 @@ def _make_active(target: Target, count: int, settle: float, say: Say) -> list[Be
 
 
 def _active(target: Target, users: Sequence[BenchUser]) -> int:
-    """How many of them have a worker that says it is Active."""
+    """Counts the users with a worker that says it is Active."""
     marks = MarkPoller(target.settings.valkey_url)
     try:
         return sum(marks.read_mark(user.user_id).state == "Active" for user in users)

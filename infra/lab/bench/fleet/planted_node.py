@@ -65,8 +65,8 @@ class PlantedKeeper:
         return 1
 
     async def stop_all(self, reason: str, grace: float | None = None) -> int:
-        """A stack that starts ends the workers of an earlier run by this;
-        these belong to nobody else."""
+        """Stops nothing. A stack that starts ends the workers of an earlier run by this; these
+        belong to nobody else."""
         return 0
 
     async def wait_for_exit(self, timeout: float) -> None:

@@ -36,7 +36,7 @@ class PollingActivities:
 
     @activity.defn(name=READ_MARK)
     async def read_mark(self, user_id: str) -> bool:
-        """Whether the user's worker is marked as alive."""
+        """Returns True if the user's worker is marked as alive."""
         return bool(await self._client.exists(keys.mark(user_id)))
 
 

@@ -98,8 +98,8 @@ def run(
     names: Sequence[str] = field_of.OTHER_PEERS,
     say: Say = silent,
 ) -> dict[str, Any]:
-    """`peers`: an interpreter with the peers' packages; without one only RQ and huey are measured.
-    `names`: of the peers that run in it.
+    """Compares the runners. `peers` is an interpreter with the peers' packages; without one only RQ
+    and huey are measured. `names` are those of the peers that run in it.
 
     Raises `ServerFailed` when a contender does not start or stops working.
     """
@@ -215,7 +215,7 @@ class JobMeasurement:
         self._ledger = folder / "ledger"
 
     def rate(self, contender: Contender, runners: int, busy: float, seconds: float) -> float:
-        """Jobs a second with `runners` runners."""
+        """Measures jobs a second with `runners` runners."""
         self._client.flushall()
         expected = min(_EXPECTED[contender.name], 1 / busy if busy else 1e9) * runners
         count = round(expected * (seconds + 0.5))
@@ -224,8 +224,9 @@ class JobMeasurement:
             first, began = count, time.perf_counter()
 
             def started() -> bool:
-                """Whether all have started: a twentieth of the jobs is done. The rate counts from
-                the check before, because the queue may be empty after a pause of this process."""
+                """Returns True if all have started: a twentieth of the jobs is done. The rate
+                counts from the check before, because the queue may be empty after a pause of this
+                process."""
                 nonlocal first, began
                 remaining, now = contender.count_waiting_jobs(), time.perf_counter()
                 if remaining < count * 0.95:
@@ -247,7 +248,7 @@ class JobMeasurement:
         return (first - remaining) / (now - began)
 
     def pick_up(self, contender: Contender, runners: int, count: int) -> list[float]:
-        """Seconds from the enqueuing call to the job's first line, each job alone."""
+        """Measures the seconds from the enqueuing call to the job's first line, each job alone."""
         self._client.flushall()
         chance = random.Random(1)  # noqa: S311 — nothing secret about it
         taken = []
@@ -270,7 +271,8 @@ class JobMeasurement:
         return taken
 
     def reruns(self, kills: int, lease: float) -> list[float]:
-        """Seconds from kill -9 of a runner to the next start of the job that it held."""
+        """Measures the seconds from kill -9 of a runner to the next start of the job that it
+        held."""
         taken = []
         for number in range(kills):
             self._client.flushall()
@@ -291,7 +293,8 @@ class JobMeasurement:
         return taken
 
     def idle_pss(self) -> float:
-        """MiB of a runner of the fleet with its children, which has run a job and is idle."""
+        """Measures the MiB of a runner of the fleet with its children, which has run a job and is
+        idle."""
         self._client.flushall()
         contender = _RunnerFleet("idle", self._client, self._url, 1)
         with ContenderProcesses(contender, 1, self._log) as processes:
@@ -308,7 +311,7 @@ class JobMeasurement:
         _wait(lambda: self._client.hlen(beats) >= count, processes)
 
     def _started(self, times: int, processes: ContenderProcesses) -> float:
-        """The time of start number `times` in the ledger."""
+        """Returns the time of start number `times` in the ledger."""
         starts: list[float] = []
 
         def has_started() -> bool:

@@ -47,7 +47,7 @@ class Contender(Protocol):
     name: str
 
     def commands(self, runners: int) -> list[tuple[Sequence[str], bytes]]:
-        """The processes: argument list and standard input."""
+        """Returns the processes: argument list and standard input."""
 
     def fill(self, count: int, busy: float) -> None:
         """Enqueues `count` jobs."""
@@ -56,7 +56,7 @@ class Contender(Protocol):
         """Enqueues one job in the simplest way. Returns when the call began (CLOCK_MONOTONIC)."""
 
     def count_waiting_jobs(self) -> int:
-        """The number of jobs that no runner has taken yet."""
+        """Counts the jobs that no runner has taken yet."""
 
 
 class OurRunner:
@@ -66,7 +66,7 @@ class OurRunner:
     def __init__(
         self, name: str, client: Redis, url: str, recycle: int, *, lease: float = 5.0
     ) -> None:
-        """`lease` in seconds."""
+        """Takes `lease` in seconds."""
         self.name = name
         self._client: Any = client
         self._url = url
@@ -214,7 +214,7 @@ class ContenderProcesses:
 
 
 def new_job(**arguments: Any) -> Job:
-    """One of our jobs, with a random id, as producers make them."""
+    """Makes one of our jobs, with a random id, as producers make them."""
     # An id need not be secret, only unique.
     job_id = f"{random.getrandbits(64):016x}"
     return Job(
@@ -230,7 +230,7 @@ def runner_command(module: str = "infra.lab.loadtest_job") -> list[str]:
 
 
 def runner_config(name: str, url: str, **settings: Any) -> bytes:
-    """The configuration of one of our runners."""
+    """Returns the configuration of one of our runners."""
     return json.dumps(
         {"name": name, "valkey_url": url, "message_keys": KEYS_IN_JSON, **settings}
     ).encode()

@@ -25,21 +25,21 @@ TIMEOUT_S = 20
 
 
 def work(ledger: str, number: int, seconds: float) -> None:
-    """The job: a line at its start and one at its end."""
+    """Runs the job: writes a line at its start and one at its end."""
     _note(ledger, f"start {number}")
     time.sleep(seconds)
     _note(ledger, f"end {number}")
 
 
 async def work_async(_context: Any, ledger: str, number: int, seconds: float) -> None:
-    """The same for arq."""
+    """Runs the job for arq."""
     _note(ledger, f"start {number}")
     await asyncio.sleep(seconds)
     _note(ledger, f"end {number}")
 
 
 def _note(ledger: str, event: str) -> None:
-    """One write to a file that is open for appending: lines of several processes do not mix."""
+    """Writes once to a file that is open for appending: lines of several processes do not mix."""
     descriptor = os.open(ledger, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
         line = f"{event} {os.getpid()} {os.getppid()} {time.monotonic():.3f}\n"

@@ -56,7 +56,7 @@ class CrashContender:
     """One contender with its server and two workers. The block ends them."""
 
     def __init__(self, name: str, folder: Path, lease: float, python: str) -> None:
-        """`python`: the interpreter that has the peers' packages."""
+        """Takes `python`, the interpreter that has the peers' packages."""
         self.name = name
         self._folder = folder
         self._lease = lease
@@ -126,12 +126,12 @@ class CrashContender:
                 ours.put({"sleeps": seconds, "ledger": str(self.ledger)})
 
     def lines(self) -> list[list[str]]:
-        """The words of the ledger's lines: `start` or `end`, the job, and more."""
+        """Returns the words of the ledger's lines: `start` or `end`, the job, and more."""
         text = self.ledger.read_text() if self.ledger.exists() else ""
         return [line.split() for line in text.splitlines()]
 
     def ends(self) -> dict[str, list[float]]:
-        """The times of the ends of each job that has ended (CLOCK_MONOTONIC)."""
+        """Returns the times of the ends of each job that has ended (CLOCK_MONOTONIC)."""
         times: dict[str, list[float]] = {}
         for line in self.lines():
             if line[0] == "end":
@@ -177,10 +177,10 @@ def run(
     names: Sequence[str] = PEERS,
     say: Say = silent,
 ) -> dict[str, Any]:
-    """`peers`: an interpreter with the peers' packages; without one only our runner is measured.
-    `names`: of the peers that are.
-    `jobs` take `seconds` each. `frozen`: seconds of a freeze. `patience`: after which a job without
-    an end counts as lost.
+    """Measures crashes. `peers` is an interpreter with the peers' packages; without one only our
+    runner is measured. `names` are those of the peers that are. `jobs` take `seconds` each.
+    `frozen` is the seconds of a freeze. After `patience` seconds a job without an end counts as
+    lost.
 
     Raises `ServerFailed` when a contender does not start.
     """
@@ -209,7 +209,8 @@ def run(
 def _measure(
     contender: CrashContender, fault: str, jobs: int, seconds: float, frozen: float, patience: float
 ) -> dict[str, Any] | None:
-    """What became of the jobs; None if the contender has nothing that the fault could hit."""
+    """Returns what became of the jobs; None if the contender has nothing that the fault could
+    hit."""
     until = time.monotonic() + START_TIMEOUT_S
     enqueued = 0
     while not contender.is_busy(contender.workers[0]):

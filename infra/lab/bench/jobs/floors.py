@@ -16,7 +16,7 @@ _KEY = "floor"
 
 
 def pop(url: str, count: int) -> float:
-    """A loop of BZPOPMAX by the leanest client: no lease, no result, no process."""
+    """Measures a loop of BZPOPMAX by the leanest client: no lease, no result, no process."""
     parts = urlsplit(url)
     reader = hiredis.Reader(notEnoughData=None)
     with socket.create_connection((parts.hostname or "", parts.port or 6379)) as link:
@@ -38,7 +38,7 @@ def pop(url: str, count: int) -> float:
 
 
 def fork(count: int) -> float:
-    """A fork and a wait for each job, by a parent of a runner's size."""
+    """Measures a fork and a wait for each job, by a parent of a runner's size."""
     import worker_runtime.jobs.protocol.calls  # noqa: F401 — for the size of the parent
 
     gc.collect()

@@ -46,7 +46,7 @@ CLAIMS_PER_TURN = 20
 
 @declaration.job(name="perform", idempotent=True)
 def perform(busy: float = 0.0) -> None:
-    """What a producer enqueues; `own_tasks` has what runs."""
+    """Stands for the job that a producer enqueues; `own_tasks` has what runs."""
 
 
 class OwnTypesRunner(OurRunner):
@@ -91,8 +91,8 @@ def run(
     claims: int = 800,
     say: Say = silent,
 ) -> dict[str, Any]:
-    """`seconds`: for which each rate is measured. `enqueued`: jobs that a direct producer enqueues
-    in each round. `few`, `many`: jobs that wait while `claims` of them are claimed.
+    """Measures each rate for `seconds`. A direct producer enqueues `enqueued` jobs in each round.
+    `few` or `many` jobs wait while `claims` of them are claimed.
 
     Raises `ServerFailed` when a runner does not start or stops working.
     """
@@ -161,14 +161,14 @@ def _producer(folder: Path, url: str) -> DirectProducer:
 
 
 def _enqueue_rate(producer: DirectProducer, count: int) -> float:
-    """Jobs a second, with the check and the signature of each."""
+    """Measures jobs a second, with the check and the signature of each."""
     began = time.perf_counter()
     producer.enqueue_many(producer.call(perform, 0.0) for _ in range(count))
     return count / (time.perf_counter() - began)
 
 
 def _claim_times(folder: Path, few: int, many: int, claims: int) -> dict[str, float]:
-    """Microseconds of a claim, the median, by the number of waiting jobs."""
+    """Measures the microseconds of a claim, the median, by the number of waiting jobs."""
     with ExitStack() as stack:
         waiting = {}
         for count in (few, many):

@@ -142,7 +142,7 @@ class DramatiqRatePeer:
 
 
 async def perform_async(_context: Any, busy: float = 0.0, stamp: str = "") -> None:
-    """The job for arq, which runs coroutines."""
+    """Runs the job for arq, which runs coroutines."""
     perform(busy, stamp)
 
 

@@ -11,7 +11,7 @@ CONCURRENCY = 2
 
 
 def perform(busy: float = 0.0, stamp: str = "") -> None:
-    """`busy`: seconds of CPU; `stamp`: a datagram socket that gets the time of the start."""
+    """Uses `busy` seconds of CPU; `stamp` is a datagram socket that gets the time of the start."""
     began = time.monotonic()
     if stamp:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as link:

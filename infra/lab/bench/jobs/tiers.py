@@ -80,8 +80,8 @@ def run(
     flood_rate: float = 200.0,
     say: Say = silent,
 ) -> dict[str, Any]:
-    """`rate`: jobs a second of each other tier. `flood`: jobs that wait at the begin; `flood_rate`:
-    more of them a second. Raises `ServerFailed`."""
+    """Enqueues `rate` jobs a second of each other tier. `flood` jobs wait at the beginning, and
+    `flood_rate` more of them come each second. Raises `ServerFailed`."""
     stolen = StolenTime()
     quiet, flooded, shared = (
         _part(seconds, rate, *numbers, say=say)
@@ -173,8 +173,8 @@ class _TierProbe:
         reader.join()
 
     def _read(self, count: int, sent: list[float]) -> None:
-        """One runner takes the jobs of a tier in their order,
-        and so do several as long as none waits."""
+        """Reads the starts. One runner takes the jobs of a tier in their order, and so do several
+        as long as none waits."""
         for number in range(count):
             (started,) = struct.unpack("d", self._stamps.recv(64))
             self.taken.append(started - sent[number])
@@ -190,7 +190,7 @@ class _TierProbe:
 
 @contextmanager
 def _flood(url: str, rate: float) -> Iterator[None]:
-    """Another process enqueues `rate` jobs a second until the block ends."""
+    """Lets another process enqueue `rate` jobs a second until the block ends."""
     words = [sys.executable, "-m", __name__, url, str(rate)]
     process = subprocess.Popen(words, preexec_fn=end_with_parent(os.getpid()))
     try:
@@ -235,7 +235,7 @@ def table(result: dict[str, Any]) -> None:
 
 
 def keep_flooding(url: str, rate: float) -> None:
-    """Until it is killed."""
+    """Floods the queue until it is killed."""
     with Redis.from_url(url, single_connection_client=True) as client:
         began, sent = time.monotonic(), 0
         while True:

@@ -81,8 +81,8 @@ class ClaimedWorker:
         block: float,
         mark_period: float = 5.0,
     ) -> None:
-        """`block`: seconds that its broker calls will take.
-        Limits that would cut them short lie above."""
+        """Starts a worker whose broker calls will take `block` seconds. Limits that would cut them
+        short lie above."""
         self.user_id = user_id
         self.worker_id = f"worker-{user_id}"
         self._commands = commands
@@ -218,7 +218,7 @@ class ClaimedWorker:
         return request_id
 
     def answer(self, request_id: str) -> Answer | None:
-        """The worker's answer, if it is there."""
+        """Returns the worker's answer, if it is there."""
         data = self._commands.redis.get(keys.response(self.user_id, request_id))
         return None if data is None else read_answer(data).answer
 

@@ -75,8 +75,8 @@ class CpuGroup:
 
 @contextlib.contextmanager
 def cpu_group(name: str, percent: int) -> Iterator[CpuGroup]:
-    """A group of this name below our own,
-    with a quota in percent of one core; ended with the block.
+    """Yields a group of this name below our own, with a quota in percent of one core; ended with
+    the block.
 
     Raises `LimitsUnavailable` where this host lets us make none.
     """

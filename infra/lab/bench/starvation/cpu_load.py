@@ -16,7 +16,7 @@ _CHUNK = 1 << 20
 
 
 def _spin(parent: int) -> None:
-    """Busy in Python until the parent has gone."""
+    """Keeps busy in Python until the parent has gone."""
     while os.getppid() == parent:
         for _ in range(1_000_000):
             pass

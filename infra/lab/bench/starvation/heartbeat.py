@@ -199,7 +199,7 @@ def _start(group: CpuGroup, module: str, line: bytes, ending: ExitStack) -> None
 
 
 async def _register(url: str, worker: ClaimedWorker, block: float) -> None:
-    """An account at the exchange whose every order is answered after `block` seconds."""
+    """Registers an account at the exchange whose every order is answered after `block` seconds."""
     async with ExchangeAdmin(url) as exchange:
         await exchange.register(worker.account_id, "key", "secret", person_id=worker.user_id)
         await exchange.set_behaviour(worker.account_id, Behaviour(latency_ms=int(block * 1000)))

@@ -61,7 +61,7 @@ def run(
     load: str = "processes",
     say: Say = silent,
 ) -> dict[str, Any]:
-    """Each design under each quota, for `seconds`. Raises `LimitsUnavailable`."""
+    """Watches each design under each quota, for `seconds`. Raises `LimitsUnavailable`."""
     result: dict[str, Any] = {}
     with (
         own_folder() as folder,
@@ -138,7 +138,8 @@ class _LeaseBench:
         }
 
     def _start_ours(self, group: CpuGroup, ending: ExitStack) -> Callable[[], bool]:
-        """A runner with its busy jobs. What it returns says whether it still has all of them."""
+        """Starts a runner with its busy jobs. What it returns says whether it still has all of
+        them."""
         processes = self._load == "processes"
         slots = LOADS["processes"] if processes else 1
         gate = self._folder / f"gate-{self._quota}"
@@ -200,7 +201,7 @@ class _LeaseBench:
 
 
 def lost_leases(times: Sequence[float], began: float, ended: float, lease: float) -> int:
-    """How often a whole lease passed without a renewal."""
+    """Counts how often a whole lease passed without a renewal."""
     before = [at for at in times if at < began]
     within = [at for at in times if began <= at <= ended]
     points = [before[-1] if before else began, *within, ended]

@@ -49,7 +49,7 @@ def _spin(cpu: float) -> None:
 
 
 def _load(naive: NaiveLease) -> None:
-    """Everything that is busy in addition to this process's main thread."""
+    """Starts everything that is busy in addition to this process's main thread."""
     if naive.load == "threads":
         for _ in range(naive.count):
             threading.Thread(target=_hash, daemon=True).start()

@@ -37,7 +37,8 @@ class RenewalReport:
 def judge_renewals(
     times: Sequence[float], began: float, ended: float, period: float
 ) -> RenewalReport:
-    """The renewals from `began` to `ended` (seconds of one clock), due every `period` seconds.
+    """Judges the renewals from `began` to `ended` (seconds of one clock), due every `period`
+    seconds.
 
     Late is each renewal that was not there `TOLERANCE` after its time: a gap of more than period +
     tolerance has one late renewal, a gap of n periods + tolerance has n. The last one
@@ -79,13 +80,13 @@ class RenewalWatch:
         self._client.close()
 
     def now(self) -> float:
-        """Valkey's time, in Unix seconds."""
+        """Returns Valkey's time, in Unix seconds."""
         seconds, microseconds = self._client.time()
         return int(seconds) + int(microseconds) / 1e6
 
     def times(self, mark: str) -> list[float]:
-        """When this mark was set, Unix seconds.
-        Raises `RenewalWatchFailed` if some may have been missed."""
+        """Returns when this mark was set, Unix seconds. Raises `RenewalWatchFailed` if some may
+        have been missed."""
         if not self._thread.is_alive():
             raise RenewalWatchFailed("the connection that follows Valkey's commands was lost")
         return list(self._times[mark])

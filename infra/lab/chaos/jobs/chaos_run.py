@@ -207,8 +207,8 @@ class JobChaosRun:
             self.freezes.append(runner.freeze)
 
     def _all_thawed(self) -> bool:
-        """Whether all frozen runners have gone on for a lease,
-        and so have written their late ends."""
+        """Returns True if all frozen runners have gone on for a lease, and so have written their
+        late ends."""
         ends = [runner.freeze.until for runner in self._live.values() if runner.freeze is not None]
         return time.monotonic() > max(ends, default=0.0) + self._lease
 
@@ -243,8 +243,8 @@ class JobChaosRun:
             await asyncio.sleep(_POLL_PERIOD)
 
     def _plan(self) -> list[tuple[int, Callable[[], Awaitable[None]]]]:
-        """The faults of Valkey, with the number of kills
-        after which they come: each at least once."""
+        """Plans the faults of Valkey, with the number of kills after which they come: each at least
+        once."""
         every = max(1, min(self._wanted // 3, 250))
         times = range(every, self._wanted - every // 2, every)
         return [
@@ -289,7 +289,8 @@ class JobChaosRun:
         return job
 
     def _length(self, long: bool) -> float:
-        """Seconds of a job. A long one still runs elsewhere when its frozen runner continues."""
+        """Returns the seconds of a job. A long one still runs elsewhere when its frozen runner
+        continues."""
         return (
             self._chance.uniform(0.5, 1.5) * self._lease if long else self._chance.uniform(0, 0.03)
         )
@@ -308,7 +309,7 @@ class JobChaosRun:
         return {job_id: read_result(body) for job_id, body in pairs if body is not None}
 
     async def _read_again(self) -> None:
-        """Late results of frozen runners must have changed nothing."""
+        """Reads the results again: late ones of frozen runners must have changed nothing."""
         job_ids = [job_id for job_id in self.results if job_id not in self._flushed]
         for start in range(0, len(job_ids), _PAGE):
             self.final |= await self._stored(job_ids[start : start + _PAGE])

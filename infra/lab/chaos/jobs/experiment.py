@@ -45,7 +45,7 @@ def run(
     say: Say = silent,
     own_faults: int = 0,
 ) -> dict[str, Any]:
-    """`lease` in seconds; `own_faults`: faults of a second part, with own job types
+    """Takes `lease` in seconds; `own_faults` are those of a second part, with own job types
     (`own_types.py`).
 
     Raises `ServerFailed` when a runner ends by itself.
@@ -105,13 +105,13 @@ def run(
 
 
 def _percentile(taken: list[float], share: float) -> float | None:
-    """Seconds; None: no job ran again."""
+    """Returns the seconds of a percentile; None if no job ran again."""
     return round(figures.percentile(taken, share), 3) if taken else None
 
 
 @contextmanager
 def _run_folder(folder: Path | None) -> Iterator[Path]:
-    """A short path, because a runner's Unix socket is in it."""
+    """Yields a short path, because a runner's Unix socket is in it."""
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         yield folder

@@ -32,7 +32,7 @@ class FreezePlan:
 
 
 def plan_freeze(chance: random.Random, lease: float) -> FreezePlan:
-    """`lease` in seconds."""
+    """Plans a freeze; `lease` is in seconds."""
     shares = _LONG if chance.random() < 0.6 else _SHORT
     return FreezePlan(
         seconds=chance.uniform(*shares) * lease,
@@ -46,7 +46,7 @@ class FrozenProcess:
     id may be another's by the time they continue."""
 
     def __init__(self, pid: int, pidfd: int) -> None:
-        """`pidfd` is duplicated."""
+        """Duplicates `pidfd`."""
         self._pid = pid
         self._pidfd = os.dup(pidfd)
         self._children: list[int] = []
@@ -68,7 +68,8 @@ class FrozenProcess:
                 _send(pidfd, signal.SIGSTOP)
 
     def end(self) -> None:
-        """The children continue first, so that they end jobs late. To be called once."""
+        """Ends the freeze. The children continue first, so that they end jobs late. To be called
+        once."""
         for pidfd in (*self._children, self._pidfd):
             _send(pidfd, signal.SIGCONT)
             os.close(pidfd)
@@ -80,7 +81,7 @@ def _send(pidfd: int, number: signal.Signals) -> None:
 
 
 def _state(pid: int) -> str:
-    """The state letter that `ps` shows; '' for a process that is gone."""
+    """Returns the state letter that `ps` shows; '' for a process that is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

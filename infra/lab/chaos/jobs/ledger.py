@@ -74,7 +74,7 @@ class JobFinding:
 
 
 def read_executions(path: Path) -> list[RecordedExecution]:
-    """All executions, in the order of their starts."""
+    """Reads all executions, in the order of their starts."""
     starts: dict[tuple[str, int, int], tuple[int, float]] = {}
     ends: dict[tuple[str, int, int], float] = {}
     for line in path.read_text().splitlines() if path.exists() else []:
@@ -139,7 +139,7 @@ def _explained(job: SentJob, result: JobResult) -> bool:
 def changed_results(
     before: Mapping[str, JobResult], after: Mapping[str, JobResult]
 ) -> list[JobFinding]:
-    """Results that were overwritten although a fencing number should prevent it."""
+    """Finds results that were overwritten although a fencing number should prevent it."""
     return [
         JobFinding(JobHarm.WRONG, job_id, f"{before[job_id].status} became {result.status}")
         for job_id, result in after.items()
@@ -184,7 +184,7 @@ def reruns(
     outages: Sequence[tuple[float, float]],
     freezes: Iterable[RunnerFreeze] = (),
 ) -> list[float]:
-    """Seconds from the kill of a runner to the next start of each job it had begun.
+    """Returns the seconds from the kill of a runner to the next start of each job it had begun.
 
     Leaves out jobs that another runner claimed in between and was killed before they
     started, jobs whose wait touches an outage of Valkey, and jobs of a frozen runner,

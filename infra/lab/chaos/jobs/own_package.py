@@ -51,7 +51,7 @@ def handle(job_id: str, type: str, code: str, detail: str, attempt: int, argumen
 
 
 def note(ledger: str, mark: str) -> None:
-    """One write to a file that is open for appending: lines of several processes do not mix."""
+    """Writes once to a file that is open for appending: lines of several processes do not mix."""
     running = context()
     line = f"{mark} {running.job_id} {running.attempt} {running.fence}\n"
     descriptor = os.open(ledger, os.O_WRONLY | os.O_APPEND)

@@ -159,7 +159,7 @@ class OwnTypesChaos:
         self.by_fault[fault] += 1
 
     def _freeze(self, pid: int) -> None:
-        """For less or more than a lease; others run its jobs meanwhile."""
+        """Freezes a process for less or more than a lease; others run its jobs meanwhile."""
         os.kill(pid, signal.SIGSTOP)
         time.sleep(self._chance.uniform(0.2, 2.5 * self._lease))
         os.kill(pid, signal.SIGCONT)

@@ -197,7 +197,8 @@ class ProxiedRunner:
                 self._links.discard(link)
 
     async def inject_at(self, step: RunnerStep) -> bool:
-        """True if it was killed. If it was frozen, it has stopped by then."""
+        """Injects the fault at this step; True if the runner was killed. If it was frozen, it has
+        stopped by then."""
         await self._pid_known.wait()  # it may connect before its process id is known
         killed = self.inject_fault(step)
         if self.frozen:
@@ -205,7 +206,7 @@ class ProxiedRunner:
         return killed
 
     def jobs_started(self) -> None:
-        """A claim has brought jobs."""
+        """Notes that a claim has brought jobs."""
         self._step = None
         self._spawn(self._inject_later(RunnerStep.RUNNING, self._delay))
 

@@ -55,7 +55,7 @@ class StepTrap:
         )
 
     def sent_part(self, message: bytes) -> bytes:
-        """The part that still arrives before the trap springs."""
+        """Returns the part that still arrives before the trap springs."""
         return message[: len(message) // 2] if self.torn else b""
 
 

@@ -45,7 +45,7 @@ class ApiClock:
     @classmethod
     @contextmanager
     def installed(cls) -> Iterator[Self]:
-        """Processes that are started in the block read the hook."""
+        """Installs the hook for processes that are started in the block."""
         before = os.environ.get("PYTHONPATH")
         with TemporaryDirectory(prefix="berth-clock-") as folder:
             clock = cls(Path(folder))

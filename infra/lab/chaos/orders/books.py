@@ -176,7 +176,7 @@ def _ours(row: Order) -> OurOrder:
 
 
 async def trace_order(database: Database, order_id: str) -> list[str]:
-    """The events of one order, in the order in which they were recorded."""
+    """Returns the events of one order, in the order in which they were recorded."""
     async with database.session() as session:
         rows = await session.scalars(
             select(OrderEventRow)

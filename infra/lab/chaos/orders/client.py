@@ -72,8 +72,8 @@ class ClientOrder:
 
 
 def open_http_client(url: str) -> httpx.AsyncClient:
-    """As many connections as there are calls under way;
-    a call ends a while after the API should have."""
+    """Opens a client with as many connections as there are calls under way; a call ends a while
+    after the API should have."""
     return httpx.AsyncClient(
         base_url=url,
         timeout=httpx.Timeout(WAIT + 5.0, connect=2.0),
@@ -97,7 +97,8 @@ class TradingClients:
         pause: float = PAUSE,
         hooks: Mapping[str, SignalHook] | None = None,
     ) -> None:
-        """`operator_key` is an administrator's: a parked user cannot resume their own worker."""
+        """Takes `operator_key`, an administrator's: a parked user cannot resume their own
+        worker."""
         self._answered: dict[tuple[str, str], ClientOrder] = {}
         self.counts: Counter[str] = Counter()
         self._seed = seed
@@ -132,12 +133,12 @@ class TradingClients:
                 group.create_task(self._one(shape))
 
     async def resume(self, user: BenchUser) -> None:
-        """As an operator does it with a user whose worker crashed too often."""
+        """Resumes a user whose worker crashed too often, as an operator does it."""
         operator = BenchUser(user.user_id, self._operator_key, user.account_id)
         await self._ask("POST", f"/v1/users/{user.user_id}/worker/resume", operator, {})
 
     async def retry_login(self, user: BenchUser) -> None:
-        """As a user does it who has put its account right at the broker."""
+        """Retries a login, as users do who have put their account right at the broker."""
         await self._ask(
             "POST", f"/v1/users/{user.user_id}/accounts/{user.account_id}/retry", user, {}
         )
@@ -245,7 +246,7 @@ class TradingClients:
     async def _ask(
         self, method: str, path: str, user: BenchUser, body: dict[str, Any]
     ) -> tuple[int, dict[str, Any]]:
-        """Status and body; status 0 when there was no answer."""
+        """Returns status and body; status 0 when there was no answer."""
         try:
             answer = await self._http.request(
                 method, path, headers={"X-API-Key": user.api_key}, json=body
@@ -258,6 +259,6 @@ class TradingClients:
 
 
 def _order_in(status: int, view: dict[str, Any]) -> dict[str, Any] | None:
-    """The order that an answer to a placement shows."""
+    """Returns the order that an answer to a placement shows."""
     order: dict[str, Any] | None = view if 200 <= status < 300 else view.get("order")
     return order or None

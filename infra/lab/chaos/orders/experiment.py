@@ -63,7 +63,8 @@ def run(
     broker: str = "paper",
     **overrides: Any,
 ) -> dict[str, Any]:
-    """`rate` orders a second of `users` users; a server has a fault every `server_every` seconds.
+    """Places `rate` orders a second for `users` users; a server has a fault every `server_every`
+    seconds.
 
     A client tries for `patience` seconds to get an answer, and at the end everything gets `settle`
     seconds. `folder` keeps data and logs; `broker` shioaji has workers trade at its stand-in
@@ -175,7 +176,7 @@ def _figures(aftermath: ChaosOutcome, verdict: OrderVerdict) -> dict[str, Any]:
 
 
 def broken(result: dict[str, Any]) -> list[str]:
-    """Which promises did not hold, in sentences; none: the run passed."""
+    """Lists in sentences which promises did not hold; none if the run passed."""
     rules = (
         (not result["orders"], "no order was accepted"),
         (result["lost"], "orders were lost"),
@@ -209,7 +210,7 @@ def _faults(log: Path) -> dict[str, int]:
 async def _traces(
     target: Target, aftermath: ChaosOutcome, verdict: OrderVerdict
 ) -> dict[str, list[str]]:
-    """What happened to the orders of the first findings, by our id."""
+    """Returns what happened to the orders of the first findings, by our id."""
     known = {order.order_id for order in aftermath.books.ours}
     heard = {order.order_id: order for order in aftermath.placed if order.order_id}
     database = Database(target.settings.database_url, pool_size=1)

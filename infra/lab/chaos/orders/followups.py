@@ -23,7 +23,7 @@ SendRequest = Callable[[str, str, BenchUser, dict[str, Any]], Awaitable[tuple[in
 #: Called with each order that an answer shows.
 RecordAnswer = Callable[[BenchUser, dict[str, Any]], None]
 #: Seconds between the two signals of a pair.
-PAIR_PAUSE = 0.2
+PAIR_PAUSE_S = 0.2
 #: How far a changed order's price is from its old one, as a share.
 _STEP = 0.01
 
@@ -60,7 +60,7 @@ class FollowUpSender:
         pause: float,
         hooks: Mapping[str, SignalHook] | None = None,
     ) -> None:
-        """`hooks`: user id → the user's webhook, where signals go."""
+        """Takes `hooks`, each user's webhook by user id, where signals go."""
         self._hooks = hooks or {}
         self._ask = ask
         self._record_order = record_order
@@ -102,7 +102,7 @@ class FollowUpSender:
         second = hook.body(f"{sides[1]}_entry", shape, f"{order['client_order_id']}-2")
         async with asyncio.TaskGroup() as group:
             group.create_task(self._send_signal(hook, user, first))
-            await asyncio.sleep(PAIR_PAUSE)
+            await asyncio.sleep(PAIR_PAUSE_S)
             group.create_task(self._send_signal(hook, user, second))
 
     async def _send_signal(self, hook: SignalHook, user: BenchUser, body: dict[str, Any]) -> None:
@@ -160,8 +160,8 @@ def _change(shape: OrderShape, order: dict[str, Any]) -> dict[str, Any]:
 
 
 def _intent(shape: OrderShape, order: dict[str, Any]) -> dict[str, Any]:
-    """Away from the side that the order was on;
-    a reversal by a limit order that fills at once is none."""
+    """Returns an intent away from the side that the order was on; a reversal by a limit order that
+    fills at once is none."""
     long = shape.side is Side.BUY
     name = {
         (FollowUp.EXIT, True): "long_exit",

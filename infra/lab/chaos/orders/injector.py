@@ -91,8 +91,8 @@ class FaultInjector:
         cancel_all: Callable[[], Awaitable[None]],
         clock: ApiClock,
     ) -> None:
-        """`cancel_all` cancels every order that works,
-        all at once, and returns when that is answered."""
+        """Takes `cancel_all`, which cancels every order that works, all at once, and returns when
+        that is answered."""
         self._clock = clock
         self.kills: Counter[str] = Counter()
         self.missed: Counter[str] = Counter()
@@ -225,7 +225,8 @@ class FaultInjector:
                 return False
 
     async def _reject_logins(self, user: BenchUser, seconds: float) -> bool:
-        """The clients ask for a retry when they hear of it (`TradingClients`)."""
+        """Rejects a user's logins. The clients ask for a retry when they hear of it
+        (`TradingClients`)."""
         async with ExchangeAdmin(self._stack.settings.exchange_admin_url) as exchange:
             try:
                 await exchange.register(
@@ -408,7 +409,7 @@ async def start_server(server: Server) -> None:
 
 
 def _api_pids(api: Server) -> list[int]:
-    """The pids of the API's processes, the oldest first; none while it is down."""
+    """Returns the pids of the API's processes, the oldest first; none while it is down."""
     workers = []
     with contextlib.suppress(psutil.Error):
         for child in psutil.Process(api.pid).children() if api.running else []:

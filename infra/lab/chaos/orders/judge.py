@@ -27,7 +27,7 @@ CLOSE_NOTICE_MS = 1000
 
 
 def epoch_of(client: str) -> int:
-    """A worker's client name is `worker/epoch`."""
+    """Returns the epoch in a worker's client name, `worker/epoch`."""
     return int(client.rsplit("/", 1)[1])
 
 
@@ -36,7 +36,7 @@ def sessions_in_order(sessions: Iterable[LedgerSession]) -> list[LedgerSession]:
 
 
 def overlapping_sessions(sessions: Sequence[LedgerSession]) -> list[str]:
-    """Sessions of one account that were open at the same time; `sessions` are
+    """Lists sessions of one account that were open at the same time; `sessions` are
     `sessions_in_order`."""
     overlaps = []
     for i, later in enumerate(sessions):
@@ -58,7 +58,7 @@ def overlapping_sessions(sessions: Sequence[LedgerSession]) -> list[str]:
 def orders_of_old_epochs(
     sessions: Sequence[LedgerSession], orders: Iterable[LedgerOrder]
 ) -> list[str]:
-    """Orders of one account that came from a worker whose successor had logged in."""
+    """Lists orders of one account that came from a worker whose successor had logged in."""
     late_orders = []
     for order in orders:
         newer = [
@@ -275,7 +275,8 @@ def _compare(ours: OurOrder, ledger: Sequence[LedgerOrder]) -> Iterable[OrderFin
 
 
 def _same_tags(ledger: Sequence[LedgerOrder]) -> Iterable[OrderFinding]:
-    """A tag stands for one order of an account; a second one with it was submitted twice."""
+    """Finds tags with several orders: a tag is one order of an account; a second one was submitted
+    twice."""
     by_tag: dict[tuple[str, str], list[LedgerOrder]] = defaultdict(list)
     for order in ledger:
         by_tag[order.account, order.tag].append(order)

@@ -61,7 +61,7 @@ class SimulatedCall(NamedTuple):
 
 
 def announce(config: WorkerConfig, identity: SimulatedIdentity) -> SimulatedCall:
-    """The pool entry of a worker without a user."""
+    """Returns the call that writes the pool entry of a worker without a user."""
     return SimulatedCall(
         ANNOUNCE_WORKER,
         [keys.pool_worker(config.pool, config.worker_id)],
@@ -82,7 +82,7 @@ def announce(config: WorkerConfig, identity: SimulatedIdentity) -> SimulatedCall
 
 
 def renew(config: WorkerConfig, user_id: str, epoch: int, shown: dict[str, Any]) -> SimulatedCall:
-    """The mark and the metadata of a worker with a user."""
+    """Returns the call that writes the mark and the metadata of a worker with a user."""
     return SimulatedCall(
         RENEW_MARK,
         [keys.owner(user_id), keys.mark(user_id), keys.metadata(user_id)],
@@ -96,7 +96,7 @@ def renew(config: WorkerConfig, user_id: str, epoch: int, shown: dict[str, Any])
 
 
 def pop(config: WorkerConfig, user_id: str, epoch: int, number: int) -> SimulatedCall:
-    """The next control message or request of the user."""
+    """Returns the call that takes the next control message or request of the user."""
     return SimulatedCall(
         POP,
         [
@@ -145,7 +145,7 @@ class SimulatedConnections:
             return await valkey.run_script(self._client, call.script, call.keys, call.args)
 
     async def run_all(self, calls: Sequence[SimulatedCall]) -> list[Any]:
-        """All of them in one round trip; each result is a reply or an error."""
+        """Runs all calls in one round trip; each result is a reply or an error."""
         results = await self._send(calls)
         if any(isinstance(result, NoScriptError) for result in results):  # a new or flushed server
             for script in scripts.ALL:
@@ -162,7 +162,7 @@ class SimulatedConnections:
             return cast("list[Any]", await pipe.execute(raise_on_error=False))
 
     async def execute(self, *commands: tuple[Any, ...]) -> None:
-        """Plain commands in one round trip."""
+        """Executes plain commands in one round trip."""
         pipe = self._client.pipeline(transaction=False)
         for command in commands:
             pipe.execute_command(*command)

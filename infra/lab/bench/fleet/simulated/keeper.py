@@ -50,7 +50,7 @@ class SimulatedMarkRenewer:
         self._workers.discard(worker)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Runs until cancelled."""
         while True:
             await asyncio.sleep(_TICK)
             while batch := self._take():
@@ -126,8 +126,8 @@ class SimulatedKeeper:
         return [] if task_id is None else [self._kept[task_id].entry.task]
 
     def launch(self, request: LaunchTask) -> Task:
-        """Starts one worker, or returns the one that this
-        token has started. Raises `LaunchFailed`."""
+        """Starts one worker, or returns the one that this token has started. Raises
+        `LaunchFailed`."""
         known = self._by_token.get(request.token)
         if known is not None:
             return known

@@ -152,7 +152,7 @@ class SimulatedWorker:
     # --- renewals, driven from outside ------------------------------------------------------------
 
     def renewal(self) -> SimulatedCall:
-        """What renews the mark, or the pool entry of a worker without a user."""
+        """Returns the call that renews the mark, or the pool entry of a worker without a user."""
         claim = self._claim
         if claim is None:
             return calls.announce(self.config, self._identity)
@@ -333,7 +333,7 @@ class SimulatedWorker:
         await self._push_reply(message.reload_id, reply)
 
     async def _refuse(self, claim: Claim, item: bytes) -> None:
-        """A simulated worker has no broker: what is asked is answered, nothing submitted."""
+        """Refuses what is asked: a simulated worker has no broker, answers, and submits nothing."""
         self._last_activity_ms = _now_ms()
         try:
             frame = parse_frame(item)
