@@ -15,7 +15,7 @@ log = structlog.get_logger()
 
 
 async def find_person_matches(database: Database, period_s: float = PERIOD_S) -> None:
-    """Finds accounts of one person in a background loop."""
+    """Finds users who log in as one person, in a background loop."""
     while True:
         try:
             while await database.write(budgets.find_matches):

@@ -428,7 +428,7 @@ class Database:
         *args: P.args,
         **named: P.kwargs,
     ) -> T:
-        """Fetches by a function that only reads: repeated once if its connection had died
+        """Fetches with a function that only reads; repeats it once if its connection had died
         silently."""
         began = time.monotonic()
         try:

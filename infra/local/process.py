@@ -165,8 +165,8 @@ class Server:
     def __init__(
         self, directory: Path, port: int | None = None, *, durable: bool = True, password: str = ""
     ) -> None:
-        """Takes `durable`: then what it stores survives a crash of the host. Without that, tests
-        are quicker."""
+        """Describes a server. With `durable`, what it stores survives a crash of the host; without
+        that, tests are quicker."""
         self.durable = durable
         self.password = password
         self.directory = directory

@@ -93,7 +93,7 @@ def _maintenance(settings: Settings) -> Schedule | None:
 
 
 def _connecting(settings: Settings, schedule_id: str, clock: str) -> Schedule | None:
-    """Plans connects every day at `clock` in the home zone; never if that is empty. The workflow
+    """Connects users every day at `clock` in the home zone; never if that is empty. The workflow
     knows the trading days."""
     if not clock:
         return None

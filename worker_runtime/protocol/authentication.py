@@ -59,19 +59,19 @@ class AssignmentKeys(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def join_parts(parts: Sequence[bytes]) -> bytes:
-    """The parts, each with its length in front."""
+    """Joins the parts, each with its length in front."""
     return b"".join([len(part).to_bytes(4, "big") + part for part in parts])
 
 
 def sign(keys: MessageKeys, *parts: bytes) -> str:
-    """One MAC for each key."""
+    """Returns one MAC for each key."""
     data = join_parts([",".join([str(key.version) for key in keys]).encode(), *parts])
     return ",".join([f"{key.version}.{_mac(key.key, data).decode('ascii')}" for key in keys])
 
 
 def verify(keys: MessageKeys, mac: str, *parts: bytes) -> bool:
-    """Whether the MACs of all versions that are held, at least of one, were made with these keys
-    over these parts. Takes constant time a key."""
+    """Returns True if the MACs of all known versions, and of at least one, were made with these
+    keys over these parts. Takes constant time for each key."""
     if not mac or len(mac) > MAX_MAC or not mac.isascii():
         return False
     pairs = [pair.partition(".") for pair in mac.split(",")]
@@ -86,13 +86,13 @@ def verify(keys: MessageKeys, mac: str, *parts: bytes) -> bool:
 
 
 def sign_payload(keys: MessageKeys, use: bytes, payload: bytes) -> bytes:
-    """The MAC, a space, the payload."""
+    """Returns the MAC, a space, the payload."""
     return b"%s %s" % (sign(keys, use, payload).encode(), payload)
 
 
 def read_payload(keys: MessageKeys, use: bytes, entry: bytes, subject: str) -> bytes:
-    """The payload of `sign_payload`. Raises `InvalidSignature` if nobody with these keys signed it,
-    and `NewerKeyNeeded` if that cannot be told yet, both with `subject` as the reason."""
+    """Returns the payload of `sign_payload`. Raises `InvalidSignature` if nobody with these keys
+    signed it, and `NewerKeyNeeded` if that is not known yet, both with `subject` as the reason."""
     head, _, payload = entry.partition(b" ")
     mac = head.decode("ascii", "replace")
     if not verify(keys, mac, use, payload):
@@ -101,8 +101,8 @@ def read_payload(keys: MessageKeys, use: bytes, entry: bytes, subject: str) -> b
 
 
 def names_newer_key(keys: MessageKeys, mac: str) -> bool:
-    """Whether the MAC names only versions that are newer
-    than these keys: anybody can write that."""
+    """Returns True if the MAC names only versions that are newer than these keys: anybody can write
+    that."""
     if len(mac) > MAX_MAC:
         return False
     named = [pair.split(".", 1)[0] for pair in mac.split(",")]
@@ -112,7 +112,7 @@ def names_newer_key(keys: MessageKeys, mac: str) -> bool:
 
 
 def derive_key(secret: bytes, *parts: bytes) -> bytes:
-    """A key for one purpose, from a secret or key of `KEY_SIZE` bytes."""
+    """Derives a key for one purpose, from a secret or key of `KEY_SIZE` bytes."""
     return blake2b(join_parts(parts), key=secret, digest_size=KEY_SIZE).digest()
 
 

@@ -527,7 +527,8 @@ def _check_market(name: str, market: MarketRule) -> None:
 
 
 def _check_odd_lots(name: str, market: MarketRule) -> None:
-    """Positions are split into full lots and the rest of them by one number (`SHARES_PER_LOT`)."""
+    """Checks the odd lots: positions are split into full lots and the rest by one number
+    (`SHARES_PER_LOT`)."""
     odd = [lot for lot in market.lots if lot in ODD_LOTS]
     if not odd:
         return

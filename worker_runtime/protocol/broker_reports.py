@@ -62,7 +62,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
         average_price: Decimal,
         condition: OrderCondition = OrderCondition.CASH,
     ) -> Self:
-        """A position of this many shares; negative when short."""
+        """Returns a position of this many shares; negative when short."""
         lots, odd = divmod(abs(shares), SHARES_PER_LOT)
         sign = 1 if shares > 0 else -1
         return cls(
@@ -79,7 +79,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
         return self.quantity * SHARES_PER_LOT + self.odd_shares
 
     def held(self, lot: OrderLot) -> int:
-        """What an order of this lot can close: lots, or shares beyond them."""
+        """Returns what an order of this lot can close: lots, or shares beyond them."""
         return self.odd_shares if lot in ODD_LOTS else self.quantity
 
 

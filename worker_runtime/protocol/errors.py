@@ -19,7 +19,8 @@ class BerthError(Exception):
     def __init_subclass__(
         cls, *, code: str | None = None, retryable: bool | None = None, status: int | None = None
     ) -> None:
-        """`code`, `retryable` and `status` are inherited unless the class names its own."""
+        """Sets `code`, `retryable` and `status`, which are inherited unless the class names its
+        own."""
         super().__init_subclass__()
         if status is not None:
             cls.status = status
@@ -30,7 +31,8 @@ class BerthError(Exception):
             cls.retryable = retryable
 
     def __init__(self, detail: str = "", *, retry_after: float | None = None) -> None:
-        """`retry_after`: seconds after which the same call may succeed, where that is known."""
+        """Takes `retry_after`, the seconds after which the same call may succeed, where that is
+        known."""
         self.detail = detail or self.title()
         self.retry_after = retry_after
         super().__init__(self.detail)
@@ -267,8 +269,8 @@ class MarketClosed(CheckFailed, code="MARKET_CLOSED"):
 
 
 def from_code(code: str, detail: str = "", retry_after: float | None = None) -> BerthError:
-    """The error that a code from another process stands for; `BerthError` if this release lacks
-    it."""
+    """Returns the error that a code from another process stands for; `BerthError` if this release
+    lacks it."""
     cls = _BY_CODE.get(code)
     error = BerthError(f"{code}: {detail}") if cls is None else cls(detail)
     error.retry_after = retry_after

@@ -121,27 +121,27 @@ pool_born = _many("pool", "born")
 
 
 def enqueueing(user_id: str, request_id: str) -> list[str]:
-    """KEYS of `enqueue.lua`, but for that of a client order id."""
+    """Returns KEYS of `enqueue.lua`, but for that of a client order id."""
     return [seen(user_id, request_id), requests(user_id), doorbell(user_id), mark(user_id)]
 
 
 def answering(user_id: str, request_id: str) -> list[str]:
-    """KEYS of `answer.lua`."""
+    """Returns KEYS of `answer.lua`."""
     return [response(user_id, request_id), processing(user_id), requests(user_id), control(user_id)]
 
 
 def withdrawing(user_id: str, request_id: str) -> list[str]:
-    """KEYS of `withdraw.lua`."""
+    """Returns KEYS of `withdraw.lua`."""
     return [requests(user_id), response(user_id, request_id), journal(user_id, request_id)]
 
 
 def pool_reply(pool: str, worker_id: str, claim_id: str) -> str:
-    """`claim_id`: or the id of a reload."""
+    """Returns the key of a reply; `claim_id` may be the id of a reload."""
     return f"pool:{{{pool}}}:reply:{worker_id}:{claim_id}"
 
 
 def pool_worker_prefix(pool: str) -> str:
-    """What `claim.lua` puts before a worker id."""
+    """Returns what `claim.lua` puts before a worker id."""
     return pool_worker(pool, "")
 
 
@@ -154,12 +154,12 @@ def answers(name: str) -> str:
 
 
 def own_answers(user_id: str, request_id: str) -> str:
-    """The channel on which a user's own job hears of its answer."""
+    """Returns the channel on which a user's own job hears of its answer."""
     return answers(f"{{{user_id}}}:{request_id}")
 
 
 def request_limit(name: str) -> str:
-    """All in one slot, so that one script settles many."""
+    """Returns the key of a limit: all are in one slot, so that one script settles many."""
     return f"berth:limit:{{requests}}:{name}"
 
 

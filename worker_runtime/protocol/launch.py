@@ -15,7 +15,8 @@ MEMORY = Path("/dev/shm")  # noqa: S108
 
 
 def memory_prefix(main_pid: int) -> str:
-    """How the names of a worker's folders in `MEMORY` begin, from its main process's number."""
+    """Returns how the names of a worker's folders in `MEMORY` begin, from its main process's
+    number."""
     return f"berth-sj-{main_pid}-"
 
 

@@ -28,7 +28,7 @@ class BadLaunchKey(BerthError, code="BAD_LAUNCH_KEY"):
 
 
 def key_from(text: bytes) -> bytes:
-    """The key of a key file's content. Raises `BadLaunchKey`, never with a part of it."""
+    """Returns the key of a key file's content. Raises `BadLaunchKey`, never with a part of it."""
     try:
         key = base64.b64decode(b"".join(text.split()), validate=True)
     except binascii.Error:
@@ -39,7 +39,8 @@ def key_from(text: bytes) -> bytes:
 
 
 def seal(document: bytes, key: bytes, *, worker_id: str) -> str:
-    """The document encrypted for one worker, as text. The same arguments give the same text."""
+    """Returns the document encrypted for one worker, as text. The same arguments give the same
+    text."""
     from cryptography.hazmat.primitives.ciphers.aead import AESSIV
 
     return base64.b64encode(AESSIV(key).encrypt(document, [_PURPOSE, worker_id.encode()])).decode()

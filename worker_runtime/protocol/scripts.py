@@ -16,7 +16,7 @@ class Script:
 
     @classmethod
     def of(cls, name: str, *files: Path) -> Self:
-        """The script of these files, one after the other."""
+        """Makes the script of these files, one after the other."""
         source = "".join(file.read_text(encoding="utf-8") for file in files)
         return cls(name, source, sha1(source.encode(), usedforsecurity=False).hexdigest())
 
@@ -25,7 +25,7 @@ _FOLDER = Path(__file__).parent
 
 
 def _load(path: str, library: str = "") -> Script:
-    """The script of this path; `library` is loaded before it."""
+    """Loads the script of this path; `library` is loaded before it."""
     shared = [_FOLDER / f"{library}.lua"] if library else []
     return Script.of(path.partition("/")[2], *shared, _FOLDER / "lua" / f"{path}.lua")
 

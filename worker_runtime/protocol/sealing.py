@@ -28,13 +28,13 @@ _SUITE = Suite(KEM.X25519, KDF.HKDF_SHA256, AEAD.AES_256_GCM)
 
 
 def new_worker_key() -> X25519PrivateKey:
-    """A key pair for one session process; the private half never leaves it."""
+    """Makes a key pair for one session process; the private half never leaves it."""
     return X25519PrivateKey.generate()
 
 
 def is_usable_key(public_key: bytes) -> bool:
-    """Whether something can be sealed to this public key;
-    to some of 32 bytes (RFC 7748, 6.1) it cannot."""
+    """Returns True if something can be sealed to this public key; to some of 32 bytes (RFC 7748,
+    6.1) it cannot."""
     try:
         new_worker_key().exchange(X25519PublicKey.from_public_bytes(public_key))
     except ValueError:
@@ -74,8 +74,8 @@ def seal(plaintext: bytes, public_key: bytes, **binding: Unpack[SealBinding]) ->
 def seal_message_keys(
     message_keys: AssignmentKeys, public_key: bytes, **binding: Unpack[WorkerBinding]
 ) -> bytes:
-    """The keys with which a worker and the services
-    authenticate their messages, sealed like an account."""
+    """Seals, like an account, the keys with which a worker and the services authenticate their
+    messages."""
     return seal(encode(message_keys), public_key, account_id=KEYS_ACCOUNT, **binding)
 
 
@@ -99,13 +99,13 @@ def open_message_keys(
 
 
 def sign(message: Message, *signing_keys: Ed25519PrivateKey) -> bytes:
-    """The message as an envelope signed by each key, ready to be pushed."""
+    """Returns the message as an envelope signed by each key, ready to be pushed."""
     payload = encode(message)
     return encode(Signed(payload=payload, signatures=[key.sign(payload) for key in signing_keys]))
 
 
 def verify(data: bytes, *public_keys: Ed25519PublicKey) -> bytes:
-    """The payload of an envelope that one of the keys has signed.
+    """Returns the payload of an envelope that one of the keys has signed.
 
     Raises `MalformedMessage` if it is no envelope,
     `InvalidSignature` if it is not the orchestrator's.
@@ -121,12 +121,13 @@ def verify(data: bytes, *public_keys: Ed25519PublicKey) -> bytes:
 
 
 def launch_token(secret: bytes, worker_id: str) -> bytes:
-    """The one-time token of a worker: derived, so that the orchestrator need not store it."""
+    """Returns the one-time token of a worker: derived, so that the orchestrator need not store
+    it."""
     return hmac.digest(secret, b"berth/launch/1:" + worker_id.encode(), sha256)
 
 
 def prove_key(token: bytes, worker_id: str, public_key: bytes) -> bytes:
-    """The worker's proof that `public_key` is its own."""
+    """Returns the worker's proof that `public_key` is its own."""
     return hmac.digest(token, b"berth/key/1:" + worker_id.encode() + b":" + public_key, sha256)
 
 
@@ -135,7 +136,7 @@ def check_key(token: bytes, worker_id: str, public_key: bytes, proof: bytes) -> 
 
 
 def prove_reply(reply: ClaimReply, token: bytes) -> bytes:
-    """The reply in an envelope that only the holder of the worker's launch token can make.
+    """Returns the reply in an envelope that only the holder of the worker's launch token can make.
 
     Not under a key that came with the claim:
     a worker that cannot open the claim has to say so, too.
@@ -145,7 +146,7 @@ def prove_reply(reply: ClaimReply, token: bytes) -> bytes:
 
 
 def open_reply(data: bytes, *tokens: bytes) -> ClaimReply:
-    """`tokens`: the worker's under each launch secret that is held.
+    """Opens a reply. `tokens` are the worker's under each launch secret that is held.
 
     Raises `MalformedMessage`, and `InvalidSignature` if it is not from the holder of one of them.
     """

@@ -35,7 +35,7 @@ KeysOfAssignment = Callable[[str, int], MessageKeys]
 
 
 def sign_event(event: Event, keys: MessageKeys) -> bytes:
-    """An entry of the worker's list of events: its MAC, a space, the event."""
+    """Returns an entry of the worker's list of events: its MAC, a space, the event."""
     return sign_payload(keys, _EVENT_USE, encode(event))
 
 
@@ -48,8 +48,8 @@ class EventSender(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_sender(payload: bytes) -> EventSender:
-    """The sender that an event names, also if the rest
-    of it cannot be read; else one without a name."""
+    """Returns the sender that an event names, also if the rest of it cannot be read; else one
+    without a name."""
     try:
         sender: EventSender = decode(payload, EventSender)
     except MalformedMessage:
@@ -58,12 +58,12 @@ def read_sender(payload: bytes) -> EventSender:
 
 
 def payload_of(entry: bytes) -> bytes:
-    """The event of an entry, as it was sent."""
+    """Returns the event of an entry, as it was sent."""
     return entry.partition(b" ")[2]
 
 
 def read_event(entry: bytes, keys_of: KeysOfAssignment) -> Event:
-    """The event of an entry.
+    """Returns the event of an entry.
 
     Raises `InvalidSignature` if it is not from the worker of its user and epoch, `NewerKeyNeeded`
     if that cannot be told yet, and `MalformedMessage` if that worker sent what cannot be read.
@@ -80,7 +80,7 @@ def read_event(entry: bytes, keys_of: KeysOfAssignment) -> Event:
 def sign_metadata(
     fields: Mapping[str, str | int], user_id: str, keys: MessageKeys
 ) -> dict[str, str | int]:
-    """The fields with their MAC; `VALID_UNTIL` must be one of them."""
+    """Returns the fields with their MAC; `VALID_UNTIL` must be one of them."""
     parts = _metadata_parts({name: str(value) for name, value in fields.items()}, user_id)
     return {**fields, METADATA_MAC: sign(keys, *parts)}
 
@@ -92,8 +92,8 @@ def read_metadata(
     now_ms: int,
     keys_of: KeysOfAssignment,
 ) -> dict[str, str]:
-    """The user's metadata, if the worker of this mark
-    wrote them and they still count; else nothing.
+    """Returns the user's metadata, if the worker of this mark wrote them and they still count; else
+    nothing.
 
     `now_ms` is Valkey's time.
     """

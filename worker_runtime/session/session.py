@@ -152,8 +152,8 @@ class Session:
         )
 
     def _may_wait(self) -> float:
-        """Seconds that a wait for Valkey may take. Renews the pulse, so that several waits in a row
-        do not look like a frozen session."""
+        """Returns the seconds that a wait for Valkey may take. Renews the pulse, so that several
+        waits in a row do not look like a frozen session."""
         self._shared_state.pulse = time.monotonic_ns()
         return self._lease.wait_limit()
 

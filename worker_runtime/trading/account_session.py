@@ -49,7 +49,8 @@ class AccountSession:
     """An account with a live broker session, or without one and the reason for that."""
 
     def __init__(self, account: OpenedAccount, login_pause: float) -> None:
-        """`login_pause`: seconds after the first failed login; then it doubles up to a minute."""
+        """Takes `login_pause`, the seconds after the first failed login; then it doubles up to a
+        minute."""
         self.account = account
         self.broker: Broker | None = None
         self.used_at = time.monotonic()
@@ -125,7 +126,8 @@ class AccountSession:
         return self.refused is not None or (listed and not self.books_awaited)
 
     def seconds_until_relisting(self) -> float:
-        """Seconds until orders or positions that could not be read are read again, or `inf`."""
+        """Returns the seconds until orders or positions that could not be read are read again, or
+        `inf`."""
         if not self.listed:
             return self.listing_backoff.seconds_until_due()
         done = self.positions_known and not self.books_awaited
@@ -139,7 +141,7 @@ class AccountSession:
             self.positions_backoff.failed()
 
     def books_compared(self, at_ms: int, blocks: bool) -> None:
-        """The orchestrator's answer to a report of this account."""
+        """Takes the orchestrator's answer to a report of this account."""
         if at_ms >= self.opened_ms:
             self.opened_ms = at_ms + 1
             self.books_awaited = False
@@ -150,12 +152,12 @@ class AccountSession:
         (self.positions_backoff if self.listed else self.listing_backoff).failed()
 
     def failing_for(self) -> float:
-        """Seconds since the first of the logins in a row that the broker did not answer, or not
-        sensibly."""
+        """Returns the seconds since the first of the logins in a row that the broker did not
+        answer, or not sensibly."""
         return 0.0 if self._failing_since is None else time.monotonic() - self._failing_since
 
     def login(self) -> AccountLogin | None:
-        """How its login stands; None before it was tried."""
+        """Returns how the account's login stands; None before it was tried."""
         error, code = self.refused or self.error, ""
         if self.broker is None:
             if error is None and not self.was_open:
@@ -239,8 +241,9 @@ def note_cool_down(key: ConnectionKey, error: errors.BerthError) -> None:
 
 
 def _pause_after(error: errors.BerthError, times: int) -> float:
-    """Seconds before the next login after `times` in a row for which the broker asked for a pause.
-    Doubled each time, because another call during a suspension may extend it (Shioaji's manual)."""
+    """Returns the seconds before the next login after `times` in a row for which the broker asked
+    for a pause. Doubled each time, because another call during a suspension may extend it
+    (Shioaji's manual)."""
     if not error.retry_after:
         return 0.0
     doubled: float = error.retry_after * 2 ** (times - 1)
@@ -256,13 +259,14 @@ class CredentialOpener:
         self._worker_id = worker_id
 
     def open(self, sealed: Iterable[SealedAccount], *, claim_id: str) -> list[OpenedAccount]:
-        """The accounts with clear credentials; raises `InvalidSeal` if one cannot be opened."""
+        """Opens the accounts with clear credentials; raises `InvalidSeal` if one cannot be
+        opened."""
         return [self._open_one(account, claim_id) for account in sealed]
 
     def open_message_keys(
         self, sealed: bytes, *, user_id: str, epoch: int, claim_id: str
     ) -> AssignmentKeys:
-        """The keys of this worker's messages; raises `InvalidSeal`."""
+        """Opens the keys of this worker's messages; raises `InvalidSeal`."""
         return open_message_keys(
             sealed,
             self._private_key,

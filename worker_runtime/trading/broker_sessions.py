@@ -64,17 +64,17 @@ class BrokerSessions:
         return bool(self._account_sessions)
 
     def find(self, account_id: str) -> AccountSession | None:
-        """The user's account of this name."""
+        """Returns the user's account of this name."""
         return self._account_sessions.get(account_id)
 
     def has_other_session(self, account_id: str) -> bool:
-        """Whether another account has a session."""
+        """Returns True if another account has a session."""
         return any(
             session.broker for session in self.account_sessions() if session.name != account_id
         )
 
     def account_sessions(self) -> Collection[AccountSession]:
-        """One for each account, connected or not."""
+        """Returns one session for each account, connected or not."""
         return self._account_sessions.values()
 
     def load(self, accounts: Iterable[OpenedAccount]) -> None:
@@ -85,7 +85,7 @@ class BrokerSessions:
         }
 
     def versions(self) -> dict[str, int]:
-        """Version of the credentials in use, by account."""
+        """Returns the version of the credentials in use, by account."""
         return {name: session.account.version for name, session in self._account_sessions.items()}
 
     def connect_all(self, timeout: float) -> None:
@@ -131,7 +131,8 @@ class BrokerSessions:
         return any_login
 
     def _show_open(self) -> None:
-        """A login under way may succeed: the supervisor ends it with the lease."""
+        """Shows whether a session is open or may open. A login under way may succeed: the
+        supervisor ends it with the lease."""
         self.shared_state.broker_open = int(self._connected() or self.attempts.under_way > 0)
 
     def retry(self, session: AccountSession, timeout: float, at_most: float = math.inf) -> None:
@@ -271,7 +272,7 @@ class BrokerSessions:
         session.used_at = time.monotonic()
 
     def state(self) -> WorkerActivity:
-        """`Active` if an account has a session."""
+        """Returns `Active` if an account has a session."""
         return WorkerActivity.Active if self._connected() else WorkerActivity.Reconnecting
 
     def replace(self, accounts: Collection[OpenedAccount], timeout: float) -> None:

@@ -21,7 +21,7 @@ AddWorkerEvent = Callable[[WorkerEventKind, str, Sequence[AccountLogin]], None]
 
 
 def logins_of(sessions: Collection[AccountSession]) -> list[AccountLogin]:
-    """How the logins stand that were tried."""
+    """Returns how the logins stand that were tried."""
     return [login for session in sessions if (login := session.login()) is not None]
 
 

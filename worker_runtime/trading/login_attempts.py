@@ -70,8 +70,8 @@ class LoginAttempts:
         self.wake()
 
     def collect(self, wait: float = 0.0) -> AccountSession | None:
-        """The account of the next login that has ended, with its session or its error; waits up to
-        `wait` seconds for one. Closes a session that nobody wants any more."""
+        """Returns the account of the next login that has ended, with its session or its error;
+        waits up to `wait` seconds for one. Closes a session that nobody wants any more."""
         try:
             session, attempt, result = self._ended.get(block=wait > 0, timeout=max(wait, 0.0))
         except Empty:

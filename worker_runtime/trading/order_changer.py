@@ -76,7 +76,7 @@ class OrderChanger:
     def _broker_order_id(
         self, request: CancelOrder | ReplaceOrder, broker: Broker, item: QueueItem
     ) -> str:
-        """The broker's id of the order, from its list if it is not known.
+        """Returns the broker's id of the order, from its list if it is not known.
 
         Raises `OrderRejected`.
         """

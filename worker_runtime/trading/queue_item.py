@@ -26,5 +26,5 @@ class QueueItem:
     server_since_ns: int = 0
 
     def seconds_left(self) -> float:
-        """Seconds until the deadline; negative when it has passed."""
+        """Returns the seconds until the deadline; negative when it has passed."""
         return seconds_until(self.deadline_ns)

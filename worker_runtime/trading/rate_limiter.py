@@ -162,7 +162,7 @@ class SharedRateLimiter:
         self._lost_seen = shared_state.owner_missing
 
     def grant_is_fresh(self) -> bool:
-        """Whether the last granted call may still be sent."""
+        """Returns True if the last granted call may still be sent."""
         return time.monotonic() - self._granted_at < GRANT_LIFETIME
 
     def spend(
@@ -305,7 +305,7 @@ class SharedRateLimiter:
         return state.epoch == 1 and state.claimed_session == state.session_number
 
     def _owners(self, account: OpenedAccount) -> list[_BudgetOwner]:
-        """The owners that the account's calls count for."""
+        """Returns the owners that the account's calls count for."""
         owners = self._person(account)
         if account.address_budgets:
             # Only this user's calls are in it, and each was counted for its person before.
@@ -321,7 +321,7 @@ class SharedRateLimiter:
 
     @staticmethod
     def _named(names: Iterable[str], persons: float = 1) -> list[_BudgetOwner]:
-        """`names`: of one owner, the oldest first."""
+        """Returns the owners for `names`, those of one owner, the oldest first."""
         return [
             _BudgetOwner(name, persons, counted_before=number > 0)
             for number, name in enumerate(names)
@@ -345,8 +345,8 @@ class SharedRateLimiter:
         return plugin.record.limits.day_begins_ms if plugin is not None else 0
 
     def _connection(self, account: OpenedAccount) -> str:
-        """The connection's name: the same for a user's successive workers, another one for new
-        credentials, which log in before the old session is closed."""
+        """Returns the connection's name: the same for a user's successive workers, another one for
+        new credentials, which log in before the old session is closed."""
         return f"{self._shared_state.user_id}/{account.key.account_id}/{account.version}"
 
     def _renew_leases(self, accounts: Iterable[OpenedAccount], lease: float) -> None:
@@ -365,8 +365,8 @@ class SharedRateLimiter:
 
 
 def _is_outage(failed: ValkeyFailed) -> bool:
-    """Whether Valkey serves nothing else either, so that an order put back now is not popped again
-    at once."""
+    """Returns True if Valkey serves nothing else either, so that an order put back now is not
+    popped again at once."""
     return isinstance(failed, ValkeyUnreachable) or failed.detail == "LOADING"
 
 

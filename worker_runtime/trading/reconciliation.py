@@ -78,7 +78,7 @@ class AccountReconciler:
 
 
 def build_report(account_id: str, listing: Listing | None, **seen: Any) -> AccountReport:
-    """A report of an account. `listing` is None if the orders were not asked for."""
+    """Builds a report of an account. `listing` is None if the orders were not asked for."""
     if listing is None or listing.behind is None:
         return AccountReport(account_id=account_id, absence_certain=False, odd_shown=True, **seen)
     return AccountReport(
@@ -107,7 +107,7 @@ def proven_by(listing: Listing, key: ConnectionKey) -> Listing:
 
 
 def newest_within(orders: list[BrokerOrder], limit: int = MAX_ORDER_BYTES) -> list[BrokerOrder]:
-    """The last orders that fit into `limit` bytes."""
+    """Returns the last orders that fit into `limit` bytes."""
     kept: list[BrokerOrder] = []
     for order in reversed(orders):
         limit -= len(encode(order))

@@ -74,7 +74,7 @@ class SendBuffer:
         return len(self._waiting)
 
     def seconds_until_due(self) -> float | None:
-        """Seconds until `flush` is due; None if there is nothing to send."""
+        """Returns the seconds until `flush` is due; None if there is nothing to send."""
         return self._backoff.seconds_until_due() if self._waiting else None
 
     def add_event(self, event: Event) -> None:

@@ -75,7 +75,7 @@ class SessionRecovery:
                 return
 
     def seconds_until_due(self, period: float) -> float | None:
-        """Seconds until `run_due` has something to do; None if never."""
+        """Returns the seconds until `run_due` has something to do; None if never."""
         now = time.monotonic()
         waits = []
         for session in self.broker_sessions.account_sessions():
@@ -110,8 +110,8 @@ class SessionRecovery:
             raise WorkerExit(ExitCode.BROKER_FAILED, reason)
 
     def _spent(self, session: AccountSession) -> bool:
-        """Whether further tries of this process make no sense. A fresh process, which never had a
-        session, either logs in at once or not at all."""
+        """Returns True if further tries of this process make no sense. A fresh process, which never
+        had a session, either logs in at once or not at all."""
         if session.refused is not None:
             return False
         if not session.was_open:
