@@ -4,7 +4,7 @@ A drill is a test that takes minutes, mostly with a whole system of its own, and
 `--drills=rotate`, which `.ci/run` passes, leaves out those that are not due:
 
 - A drill runs if one of its paths changed in the last `RECENT_COMMITS` commits, or has changes that
-  are not committed.
+  are not committed. A Python file whose comments and docstrings alone changed does not count.
 - Of the rest, one quarter runs: the number of commits, modulo 4, chooses it. Each drill keeps its
   quarter until `DRILLS` changes, and the quarters take about equally long.
 - Without a full history (no git, a shallow clone) all drills run. A drill without an entry in
@@ -15,6 +15,7 @@ The head of pytest's output names each drill that runs and each that is left out
 
 from __future__ import annotations
 
+import ast
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -382,23 +383,79 @@ def read_history(root: Path) -> History | None:
     try:
         if git("rev-parse", "--is-shallow-repository").strip() != "false":
             return None
-        recent = (
-            "log",
-            f"--max-count={RECENT_COMMITS}",
-            "--no-merges",
-            "--format=",
-            "--name-only",
-            "--no-renames",
-        )
+        recent = git("log", f"--max-count={RECENT_COMMITS}", "--no-merges", "--format=%H").split()
+        committed: dict[str, str] = {}  # path -> the first of these commits that changed it
+        for commit in reversed(recent):
+            options = ("--root", "--no-commit-id", "--name-only", "--no-renames", "-r", "-z")
+            listing = git("diff-tree", *options, commit)
+            for path in filter(None, listing.split("\0")):
+                committed.setdefault(path, commit)
         listings = (
-            git(*recent, "-z"),
             git("diff", "HEAD", "--name-only", "--no-renames", "-z"),
             git("ls-files", "--others", "--exclude-standard", "-z"),
         )
-        changed = frozenset(path for listing in listings for path in listing.split("\0") if path)
+        uncommitted = {path for listing in listings for path in listing.split("\0") if path}
+        texts_only = _find_texts_only(root, committed)
+        changed = frozenset(committed.keys() - texts_only | uncommitted)
         return History(int(git("rev-list", "--count", "HEAD")), changed)
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def _find_texts_only(root: Path, first_changes: Mapping[str, str]) -> set[str]:
+    """Returns the Python files whose code is the one from before their first change: comments,
+    docstrings and layout alone differ."""
+    paths = [path for path in first_changes if path.endswith(".py")]
+    before = _read_blobs(root, [f"{first_changes[path]}^:{path}" for path in paths])
+    now = _read_blobs(root, [f"HEAD:{path}" for path in paths])
+    return {
+        path
+        for path, *sources in zip(paths, before, now, strict=True)
+        if None not in sources and code_of(sources[0]) == code_of(sources[1]) is not None
+    }
+
+
+def _read_blobs(root: Path, names: Sequence[str]) -> list[bytes | None]:
+    """Reads files of commits, by names such as `HEAD:path`; None for one that is not there."""
+    answer = subprocess.run(
+        ["git", "-C", str(root), "cat-file", "--batch"],  # noqa: S607
+        check=True,
+        capture_output=True,
+        input="".join(f"{name}\n" for name in names).encode(),
+    ).stdout
+    blobs: list[bytes | None] = []
+    at = 0
+    for _ in names:
+        end_of_line = answer.index(b"\n", at)
+        words = answer[at:end_of_line].split(b" ")
+        at = end_of_line + 1
+        if words[-1] == b"missing":
+            blobs.append(None)
+        else:
+            size = int(words[-1])
+            blobs.append(answer[at : at + size])
+            at += size + 1
+    return blobs
+
+
+def code_of(source: bytes | None) -> str | None:
+    """Returns what Python executes of a module, without docstrings; None if it is no Python."""
+    try:
+        tree = ast.parse(source or b"")
+    except (SyntaxError, ValueError):
+        return None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            node.body = [part for part in node.body if not _is_text(part)]
+    return ast.dump(tree)
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    return (
+        isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Constant)
+        and isinstance(statement.value.value, str)
+    )
 
 
 def divide(drills: Sequence[DrillGroup]) -> dict[str, int]:

@@ -163,6 +163,19 @@ def test_the_history_holds_the_last_commits_and_what_is_not_committed(checkout: 
     assert read_history(checkout.path) == History(RECENT_COMMITS + 2, frozenset(expected))
 
 
+def test_changed_texts_of_a_python_file_make_no_drill_run(checkout: Checkout) -> None:
+    code = '"""{0}"""\n\n\ndef double(x):\n    """{0}"""\n    return 2 * x  # {0}\n'
+    for path in ("texts.py", "code.py", "page.md"):
+        checkout.commit(path, code.format("old"))
+    checkout.commit_nothing(RECENT_COMMITS)
+    checkout.commit("texts.py", code.format("new"))
+    checkout.commit("page.md", code.format("new"))
+    checkout.commit("code.py", code.format("old").replace("2 *", "3 *"))
+    history = read_history(checkout.path)
+    assert history is not None
+    assert history.changed == {"code.py", "page.md"}
+
+
 def test_a_change_on_a_merged_branch_counts(checkout: Checkout) -> None:
     checkout.commit("first.py")
     checkout.commit_nothing(RECENT_COMMITS)
