@@ -60,7 +60,7 @@ def test_what_a_killed_worker_submitted_is_unknown_to_the_next_one_when_the_queu
     assert answer.outcome is not None
     assert answer.outcome.state is OrderState.UNKNOWN
     assert answer.failure is not None
-    assert "the worker before it may have submitted it" in answer.failure.detail
+    assert "An earlier worker may have submitted this order" in answer.failure.detail
     eventually(
         lambda: harness.now_ms() > since + 1_000, "the clocks of servers may differ by a second"
     )
