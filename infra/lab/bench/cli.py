@@ -423,12 +423,18 @@ def _bench(benchmarks: dict[str, dict[str, Any]], json: Path | None, update_docs
 
 
 def _command(argv: list[str]) -> str:
-    """Return the command as it was given, without what says where its figures go."""
+    """Return the command as it was given, without what says where its figures go, and without
+    folders of this machine: `FOLDER` stands for each."""
     words = iter(argv[1:])
     kept = ["berth"]
     for word in words:
-        if word == "--json":
-            next(words, None)
-        elif word not in ("--update-docs", "--no-update-docs") and not word.startswith("--json="):
-            kept.append(word)
+        option, equals, value = word.partition("=")
+        if option == "--json":
+            if not equals:
+                next(words, None)
+        elif option not in ("--update-docs", "--no-update-docs"):
+            if not Path(value or word).is_absolute():
+                kept.append(word)
+            else:
+                kept.append(f"{option}=FOLDER" if equals else "FOLDER")
     return shlex.join(kept)
