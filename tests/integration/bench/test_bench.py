@@ -462,11 +462,12 @@ def test_a_throttled_runner_loses_no_lease_and_its_late_renewals_are_reported(
 def test_a_throttled_worker_renews_in_time_and_a_naive_one_does_not(
     bench_folder: Path, printed: Callable[[str], bool]
 ) -> None:
-    result = heartbeat.run(seconds=5.0, quotas=[100], loads=["processes"], mark_period=1.0)
+    # Marks are due each 2 s: next to other tests a process waits for a second now and then.
+    result = heartbeat.run(seconds=8.0, quotas=[100], loads=["processes"], mark_period=2.0)
     heartbeat.table(result)
     assert printed("heartbeat")
     part = result["by_quota"]["100"]["by_load"]["processes"]
-    assert result["late_after_s"] == result["mark_period_s"] + 1 == 2.0
+    assert result["late_after_s"] == result["mark_period_s"] + 1 == 3.0
     assert result["renewals"] >= 1
     assert part["late"] == result["late"] == 0
     assert part["max_gap_s"] <= result["late_after_s"]
@@ -474,4 +475,4 @@ def test_a_throttled_worker_renews_in_time_and_a_naive_one_does_not(
     # The quota was in force. On a host that is busy with other things it may never be used up.
     assert part["nr_periods"] > 0
     # A call that blocks for half of the time keeps the naive renewals from being made at all.
-    assert result["naive_max_gap_s"] >= 2.5
+    assert result["naive_max_gap_s"] >= 4.0
