@@ -228,9 +228,9 @@ class ClaimActivities:
     async def _write_epoch(
         self, session: AsyncSession, request: ClaimRequest
     ) -> worker_sessions.AssignmentResult:
-        """Writes the assignment of this claim id, or reads it if it is there. The epoch is 0 if
-        there is none and none was written: for an unknown user, after too many crashes, while
-        another assignment of the user may have its worker, or if the request may only adopt."""
+        """Writes the assignment of this claim id, or reads it if it is there. Returns epoch 0 if it
+        may not be written: for an unknown user, after too many crashes, while another assignment
+        of the user may have its worker, or if the request may only adopt."""
         try:
             return await worker_sessions.assign_epoch(
                 session,
@@ -250,8 +250,9 @@ class ClaimActivities:
         request: ClaimRequest,
         assigned: worker_sessions.AssignmentResult,
     ) -> _ClaimedWorker | None:
-        """Returns the worker that the user keeps (`adopted`), the one that must end first (`gone`),
-        or no worker if the request may only adopt one (`none`). None: one may be claimed."""
+        """Returns, by the entry's status: `adopted`, the worker that the user keeps; `gone`, the
+        one that must end first; `none`, no worker, if the request may only adopt one. Returns None
+        if a worker of the pool may be claimed."""
         adopted = await self._adopt_worker(session, request, assigned)
         if adopted is not None:
             return adopted

@@ -96,8 +96,8 @@ class WorkerTerminator(_WorkerAccess):
 
         Fences the epoch if the launcher does not answer. The end is then confirmed once the mark's
         life and `FENCING_MARGIN_S` have passed; until then this raises `StopFailed`. A repeat does
-        not wait anew. A worker whose mark has run out has lost its lease, too: then this waits
-        `FENCING_MARGIN_S` itself, and no longer for a launcher that does not answer.
+        not wait anew. If the mark has already expired, so has the lease: then this waits at most
+        `FENCING_MARGIN_S`, even if the launcher does not answer.
         """
         mark = f"{worker.epoch}:{worker.worker_id}"
         known_for = self.mark_ttl + FENCING_MARGIN_S
@@ -130,8 +130,8 @@ class WorkerTerminator(_WorkerAccess):
         grace: float | None,
         timeout: float | None,
     ) -> str:
-        """Has the launcher stop the worker; why it did not confirm the end in `timeout` seconds, ''
-        if so."""
+        """Asks the launcher to stop the worker. Returns '' if it confirmed the end within `timeout`
+        seconds, else the reason."""
         try:
             async with asyncio.timeout(timeout):
                 confirmed = await self._stop(worker, reason, wait, grace)
@@ -142,8 +142,8 @@ class WorkerTerminator(_WorkerAccess):
             return error.detail
 
     async def _stop(self, worker: WorkerRef, reason: str, wait: float, grace: float | None) -> bool:
-        """Return whether the launcher confirmed the end of each task of the worker, at least of
-        one.
+        """Stops the worker's tasks. Returns True if at least one is known and the launcher
+        confirmed the end of each.
 
         Ends the task that was noted, and any other that the launcher finds: a worker may run twice.
 
@@ -171,8 +171,7 @@ class WorkerTerminator(_WorkerAccess):
         return runs is False or await self.launcher.stop(task_id, reason, grace=grace)
 
     async def fence(self, user_id: str, worker: WorkerRef) -> float:
-        """Takes the user from the worker's epoch, and returns for how many seconds that has been
-        so.
+        """Fences the worker's epoch. Returns the seconds since it was fenced, 0.0 if just now.
 
         PostgreSQL first: from there a lost owner key is written again. The time counts from the
         owner key on.

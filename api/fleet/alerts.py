@@ -1,9 +1,9 @@
-"""Tells operators, by mail and webhook, of errors and of conditions that want a person.
+"""Alerts operators, by mail and webhook, of errors and of conditions that need attention.
 
 Each API process looks every `CHECK_INTERVAL_S` seconds, one at a time. What was sent is in Valkey
 next to the job queue that delivers: neither PostgreSQL nor Temporal nor an orchestrator is needed
-to tell that one is away. A message is kept before its jobs are made, and their ids are its own:
-each goes out once, though processes die.
+to say that one is away. A message is stored before its jobs are made, and their ids are made of its
+own, so each message is sent once even if a process dies.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from worker_runtime.protocol.errors import BerthError, MalformedMessage
 
 #: Seconds between two looks.
 CHECK_INTERVAL_S = 10.0
-#: Attempts of two hours.
+#: Delivery attempts; together they span two hours.
 ATTEMPTS = 60
 #: The webhook's event, and the name from which its signing key is made.
 EVENT, RECIPIENT = "operators.alert", "operators"
@@ -47,7 +47,7 @@ class Condition(NamedTuple):
 
     metric: str
     labels: dict[str, str]
-    #: A number without a bound on the other side: it is told again when it has grown.
+    #: An open-ended number: it alerts again when it has grown.
     above: float
     wait: float
     text: str
@@ -300,7 +300,7 @@ class OperatorAlerts:
                     await self.look()
                     refused = False
             except (RedisError, OSError) as error:  # Valkey is away, or another process was faster
-                if refuses_writes(error) and not refused:  # what is told stands in Valkey
+                if refuses_writes(error) and not refused:  # the alerts' state is stored in Valkey
                     log.error("valkey_refuses_writes", code=code_of(error))
                     refused = True
                 log.warning("alerts_not_looked_at", error=code_of(error) or type(error).__name__)

@@ -1,8 +1,8 @@
 """Shows orders to callers, and writes their outcomes to PostgreSQL for the API.
 
 Callers see the row in PostgreSQL, updated by an answer that is newer. The recorder writes a
-worker's outcome from the event stream, usually before `OutcomeWriter`; the response key holds it
-for 60 s. The writer keeps it known after that, also when the recorder is away. Both only move an
+worker's outcome from the event stream, usually before `OutcomeWriter`. The response key expires
+after 60 s, so `OutcomeWriter` writes the outcome even if the recorder is down. Both only move an
 order forward, so their order does not matter. A withdrawn order has no events of a worker: only
 this writer knows of it.
 """

@@ -63,8 +63,8 @@ class PendingOrder:
 
     @property
     def order(self) -> schemas.OrderView:
-        """Returns the order as callers see it. Each read builds it, so read it after the request is
-        on its way."""
+        """Builds the order as callers see it, at each access: use it after the request is
+        queued."""
         return view_of(self.row) if self.latest_view is None else self.latest_view
 
     @property
@@ -82,8 +82,8 @@ class PlacementResult:
 
     @classmethod
     def of(cls, order: schemas.OrderView, answer: Answer | None = None) -> Self:
-        """Builds a new order's result. Takes `retry_after` from `answer`, because it is not
-        stored."""
+        """Builds a new order's result. `retry_after` comes from `answer`, because PostgreSQL does
+        not store it."""
         failure = failure_of(order)
         failed = (
             answer.failure.error() if answer is not None and answer.failure is not None else None
@@ -322,8 +322,8 @@ class OrderPlacer:
         generation: str,
         began: float,
     ) -> PendingOrder | PlacementResult:
-        """Continues with the first order of a repeat: sends it if it may still have to be sent,
-        else returns its result."""
+        """Handles a repeated client order id: sends the first order if it is still waiting, else
+        returns its result."""
         row = accepted.order
         try:
             order = await self.reader.with_latest_answer(row)

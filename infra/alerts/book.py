@@ -1,9 +1,10 @@
-"""What operators were told, and what they are told next: a state with pure steps, kept in Valkey.
+"""Knows which alerts were sent, and decides which to send next: a state with pure steps, kept in
+Valkey.
 
-An error is told when it comes for the first time; while it comes again it is counted, and told once
-a window. A condition is told when it has held for a while, again once a window if it grows, and
-when it is over. All that is due at a time is one message, and there are at most so many messages an
-hour: what has to wait goes into the next one. Times are Unix seconds by Valkey's clock.
+An error alerts when it first occurs; repeats are counted, and reported once a window. A condition
+alerts when it has held for a while, again once a window if it grows, and when it is over. All that
+is due at a time is one message. The number of messages an hour is limited: later alerts join the
+next message. Times are Unix seconds by Valkey's clock.
 """
 
 import re

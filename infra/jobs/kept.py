@@ -1,9 +1,10 @@
 """Keeps each job in PostgreSQL until it has ended, so that it survives the loss of Valkey's data.
 
-Every producer enqueues here. A job is accepted once its row is committed. If Valkey is away, or was
-flushed, the orchestrators enqueue it later (`activities/maintenance/kept_jobs.py`). Its id counts
-once, also after a flush. A job may hold addresses and texts, so it is encrypted under a key of the
-message secret, which no worker has. The table and its statements are in
+Jobs that come through the API are enqueued here; a direct producer writes to Valkey alone, and its
+jobs are lost with Valkey's data. A job is accepted once its row is committed. If Valkey is away, or
+was flushed, the orchestrators enqueue it later (`activities/maintenance/kept_jobs.py`). Its id
+counts once, also after a flush. A job may hold addresses and texts, so it is encrypted under a key
+of the message secret, which no worker has. The table and its statements are in
 `infra/database/kept_jobs.py`.
 """
 
@@ -56,7 +57,8 @@ class KeptJobs:
         is refused.
         `without_database`: if PostgreSQL does not answer within 2 s, queue the job without keeping
         it.
-        Raises `JobIdReused`, `MalformedMessage`, `DatabaseUnavailable`.
+        Raises `JobIdReused`, `MalformedMessage`, `DatabaseUnavailable`, and `RedisError` for a job
+        that is not kept.
         """
         job = queued_form(job, user_id)
         sealed = self._cipher(user_id).encrypt(encode_job(job))

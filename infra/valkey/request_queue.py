@@ -91,10 +91,10 @@ class RequestQueue:
         """Queues a request once, with a deadline by Valkey's clock.
 
         `expires_at`: the deadline on `time.monotonic`, seconds. It is an instant, because a
-        duration would start late if this process stands still. The deadline would then be later
-        than the order's, and a worker could take the order for one newer than an older copy of
-        Valkey. A request that comes too late is queued with the deadline that has passed, and no
-        worker begins it.
+        duration would start late if this process stands still. The order would then look newer than
+        it is, and a worker could execute it a second time from an older copy of the queue. A
+        request that comes too late is queued with the deadline that has passed, and no worker
+        begins it.
 
         The deadline is signed, so it is set here and not by the script; no wall clock of this host
         matters. `order`: the order that the request places. Raises `ClientOrderIdTaken` and, for an
@@ -176,7 +176,7 @@ class RequestQueue:
         )
 
     async def may_have_lost_order(self, accepted_at: datetime) -> bool:
-        """Returns True if the server may hold older data than an order of this time.
+        """Returns True if the server may lack what was written after `accepted_at`.
 
         Then its queue and journal do not prove that no worker has had the order.
         """

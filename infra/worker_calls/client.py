@@ -113,7 +113,8 @@ class WorkerClient:
         order: StoredOrder | None,
         on_queued: Callable[[], object] | None,
     ) -> Answer | None:
-        """Makes the call under this id. Returns None for a cancel that failed under it before."""
+        """Makes the call under this id. Returns None if an earlier cancel with this id failed; the
+        caller tries another id."""
         user_id, request_id = request.user_id, request.request_id
         order_id = "" if isinstance(request, Query) else request.order_id
         # First, because the worker may answer before `_enqueue` returns.
@@ -140,10 +141,11 @@ class WorkerClient:
     async def _enqueue(
         self, request: Request, deadline: float, order: StoredOrder | None
     ) -> QueuedRequest:
-        """Queues the request; an order again if Valkey's reply was lost.
-        A server queues an id only once.
+        """Queues the request; an order again if Valkey's reply was lost. A server queues an id only
+        once.
 
-        Does not retry on a server that came after the order, which may not know the first attempt.
+        Does not retry if Valkey was replaced after the order was accepted: the new server may not
+        know the first attempt.
         Raises `ClientOrderIdTaken`, `MemoryShort`, and `RedisError` if the request may or may not
         have been queued.
         """
@@ -248,7 +250,8 @@ class WorkerClient:
     ) -> None:
         """Takes the request out of the queue and raises `RequestWithdrawn`.
 
-        Returns if a worker has the request, or may have it; then an answer that is there is read.
+        Returns without raising if a worker has or may have the request; the caller then reads its
+        answer, if one is stored.
         """
         withdrawal = withdrawal_of(request, reason)
         try:

@@ -54,8 +54,8 @@ class WorkerMark:
         self._clock_ms, self._clock_due = 0, 0
 
     def announce(self, client: Valkey) -> str:
-        """Renews the pool entry; returns its state (see `announce_worker.lua`), or '' while there
-        is no key yet, or the pool does not have this worker: then says that it wants to join."""
+        """Renews the pool entry; returns its state (see `announce_worker.lua`). Returns '' if the
+        session has no key yet, or if the pool does not know the worker, which then asks to join."""
         config = self._config
         public_key = self._shared_state.public_key()
         if not public_key:
@@ -137,7 +137,7 @@ class WorkerMark:
         return self._clock_ms + boot_ns() // NS_PER_MS + int(self._config.mark_ttl * 1000)
 
     def remove(self, client: Valkey) -> None:
-        """Removes the mark, or the pool entry of an unclaimed worker."""
+        """Removes the mark, or the pool entry of a worker without an assignment."""
         config, shared_state = self._config, self._shared_state
         if shared_state.assigned:
             names = [keys.mark(shared_state.user_id), keys.metadata(shared_state.user_id)]

@@ -37,8 +37,8 @@ _COMMAND_TIMEOUT_S = 1.0
 _LAST_COMMAND_TIMEOUT_S = 3.3
 #: Longest time between two checks of the pulse, in seconds.
 _PULSE_TICK = 1.0
-#: Seconds between two checks from which on this process itself has stood still. Waits for Valkey
-#: take less.
+#: If two checks are more seconds apart, this process itself was stalled. Waits for Valkey take
+#: less.
 _STALL_S = 3.0
 #: Seconds that a session may wait for the host, beyond the timeout, before it counts as frozen
 #: anyway.
@@ -162,7 +162,7 @@ class Supervisor:
         return ExitCode.OK
 
     def finish(self) -> None:
-        """Removes the mark or the pool entry after the session has ended. Never raises."""
+        """Removes the mark or the pool entry when the worker ends. Never raises."""
         self._client.timeout = _LAST_COMMAND_TIMEOUT_S
         try:
             if self._shared_state.session_lost:

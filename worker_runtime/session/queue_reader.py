@@ -173,8 +173,8 @@ class PostponedOrder:
         self._item = item.raw, order.order_id
 
     def put_back(self) -> bytes | None:
-        """Returns the order to its queue, if that is still due. Returns the raw item if it can only
-        be answered. Raises `ValkeyFailed`; then call again."""
+        """Puts the held order, if there is one, back into its queue. Returns its raw item if it can
+        only be answered. Raises `ValkeyFailed`; then call again."""
         if self._item is None:
             return None
         item, order_id = self._item

@@ -113,10 +113,10 @@ class RequestHandler:
     def answer_leftover(self, item: bytes, generation: str | None = None, now_ms: int = 0) -> None:
         """Answers an item that a former worker popped and left. It is never executed again.
 
-        Items can be replayed. So it answers an outdated item only if our books list the order as
-        open. An item is outdated if its deadline or its generation is over, compared with `now_ms`
-        and `generation` (None: this session popped the item, so it is not checked). The sweeper
-        settles other orders.
+        Items can be replayed. So it answers an outdated item only if the order is listed as open,
+        or if this worker began it. An item is outdated if its deadline or its generation is over,
+        compared with `now_ms` and `generation` (None: this session popped the item, so it is not
+        checked). The sweeper settles other orders.
         """
         frame = self._authenticate(item)
         if frame is None:
@@ -170,8 +170,8 @@ class RequestHandler:
         return frame
 
     def _discard_if_stale(self, request: Request, item: QueueItem) -> bool:
-        """Discards the request, and returns True, if it may have been pushed again: it is late, an
-        order of another generation of Valkey, or a change that came before.
+        """Discards the request, and returns True, if it may have been pushed again: it is late, a
+        repeated change, or an order of another generation of Valkey.
 
         An order that this session knows gets its first answer again. An order that this session has
         put back is not discarded when it is late: it is answered as expired. Within the deadline,

@@ -19,8 +19,8 @@ from worker_runtime.protocol.installed_brokers import installed_brokers
 from worker_runtime.protocol.messages import AccountLogin, Credentials, SealedAccount, decode
 from worker_runtime.protocol.sealing import open_message_keys, unseal
 
-#: Characters of what a broker says that are told about a login.
-DETAIL = 500
+#: Characters of a broker's words about a login that go into an event.
+MAX_DETAIL_LENGTH = 500
 #: Seconds between two logins of an account that the broker keeps suspended.
 MAX_PAUSE_S = 960.0
 #: Login errors that are no fault of this process: it tries again, however long that takes.
@@ -93,7 +93,7 @@ class AccountSession:
         #: login.
         self.books_awaited = False
         #: Unix ms of the login, by this process's clock, or behind the last report that was
-        #: compared: what is said of an earlier one says nothing of this session, or comes again.
+        #: compared: reports from before are of an earlier session, or repeats, and are ignored.
         self.opened_ms = 0
         #: CLOCK_MONOTONIC ns at which the books were found to differ; 0: they were not.
         self.differs_since = 0
@@ -172,7 +172,7 @@ class AccountSession:
             account_id=self.name,
             code=code,
             rejected=version,
-            detail=detail[:DETAIL],
+            detail=detail[:MAX_DETAIL_LENGTH],
             version=self.account.version,
             certificate_ends_ms=broker.certificate_ends_ms()
             if isinstance(broker, UsesCertificate)

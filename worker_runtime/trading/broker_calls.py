@@ -65,8 +65,8 @@ class BrokerCalls:
     _spent_ns: int = field(default=0, init=False)
 
     def ensure_session(self, account_id: str, item: QueueItem, *, listed: bool = True) -> Broker:
-        """Returns a live session of the account. Raises if there is none until the request's
-        deadline; no order has been sent then."""
+        """Returns a live session of the account. Raises if there is none by the request's deadline;
+        no order was sent then."""
         self.call_timeout(item)
         return self.broker_sessions.ensure_session(
             account_id, item.seconds_left(), at_most=self.broker_timeout, listed=listed
@@ -124,8 +124,8 @@ class BrokerCalls:
         self.rate_limiter.spend(self.session(account_id).account, kind, wait_limit)
 
     def spend_budget_now(self, account_id: str, kind: CallKind) -> None:
-        """Spends of the broker's limits without waiting for room, so that orders do not wait
-        either. Raises as `spend_budget` does."""
+        """Takes room within the broker's limits only if it is free now, so that queued orders do
+        not wait. Raises as `spend_budget` does."""
         self.rate_limiter.spend(self.session(account_id).account, kind, lambda: 0.0)
 
     def call_once(self, account_id: str, item: QueueItem, call: Callable[[float], T]) -> T:

@@ -90,7 +90,7 @@ class BrokerSessions:
 
     def connect_all(self, timeout: float) -> None:
         """Logs in to every account without a session, to several at once. Returns when one has a
-        session: the others continue. Raises an error, rather one that may pass, if none gets
+        session: the others continue. Raises an error if none gets one, preferably a retryable
         one."""
         until = time.monotonic() + timeout
         missing = [

@@ -58,8 +58,8 @@ SWITCH_WAIT_S = 10.0
 #: Deadlines are whole milliseconds.
 _DEADLINE_ROUNDING_NS = SECOND // 100
 #: Nanoseconds after which PostgreSQL knows of an unknown outcome: the recorder needs milliseconds,
-#: an API that waits writes it after 2 s. Must be shorter than the time to prove that the broker
-#: lacks the order.
+#: an API that waits writes it after 2 s. Must be shorter than the time after which a broker's
+#: list proves that it lacks the order (`absent_after`).
 _RECORDED_AFTER_NS = 5 * SECOND
 
 
@@ -162,8 +162,8 @@ def flush_and_check_switch(
 
 
 class UnknownOutcomes:
-    """Tracks orders of unknown outcome. Each blocks orders that PostgreSQL accepted before it knew
-    of it.
+    """Tracks orders of unknown outcome. Each blocks the orders that PostgreSQL accepted before it
+    learned of the unknown outcome.
 
     PostgreSQL refuses new orders in a symbol with an unknown order, but cannot refuse those that
     were in the queue by then: the worker does, by the same rule and under the same code. It leaves
@@ -284,8 +284,8 @@ class OrderSubmitter:
         )
 
     def _check_item(self, order: PlaceOrder, item: QueueItem) -> None:
-        """Raises what forbids the order as it was popped, or `OrderPostponed` while the server that
-        it came from does not know who may trade."""
+        """Raises what forbids the order as it was popped, or `OrderPostponed` while the Valkey that
+        it came from has no current switch."""
         if self._may_be_in_older_copy(order, item):
             raise OutcomeUnknown(
                 "Valkey was replaced and may hold old data. An earlier worker may have submitted "
@@ -315,7 +315,8 @@ class OrderSubmitter:
 
     def _ensure_session(self, order: PlaceOrder, item: QueueItem) -> Broker:
         """Returns a broker session for the order. Raises `OrderPostponed` if it is worth waiting
-        for one, unless orders of other accounts, which have a session, would wait with it."""
+        for one. If another account has a session, its orders would have to wait, too: then this
+        raises the error of the login."""
         try:
             return self.broker_calls.ensure_session(order.account_id, item)
         except BrokerMaintenance:
@@ -328,9 +329,9 @@ class OrderSubmitter:
             raise self._postponement(order, item, error) from None
 
     def _check_books(self, order: PlaceOrder, item: QueueItem) -> None:
-        """Raises `OrderPostponed` until the books were compared, where orders wait for that, and
-        `AccountBlocked` for an order that was accepted before they were found to differ. PostgreSQL
-        refuses later ones, until a person has looked."""
+        """Raises `OrderPostponed` while the account waits for its first comparison of books, and
+        `AccountBlocked` if a difference was found after the order was accepted. PostgreSQL refuses
+        later orders until a person has looked."""
         session = self.broker_calls.session(order.account_id)
         if session.books_awaited:
             raise self._postponement(order, item, AccountBlocked("the books are not compared yet"))

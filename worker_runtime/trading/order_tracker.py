@@ -35,7 +35,7 @@ _PRICE_PRECISION = Decimal("0.000001")
 
 
 class OrderResult(NamedTuple):
-    """What is known of an order, and why it is not as asked for."""
+    """An order's outcome, and the failure if it was not executed as requested."""
 
     outcome: OrderOutcome
     failure: Failure | None = None
@@ -113,8 +113,8 @@ class OrderTracker:
     def reconcile_list(
         self, key: ConnectionKey, orders: Iterable[BrokerOrder]
     ) -> list[BrokerOrder]:
-        """Applies a list of the broker's; what was missed becomes events. Returns the orders that
-        this session does not know."""
+        """Applies the broker's list of orders, and adds events for changes that were missed.
+        Returns the orders that this session does not know."""
         unmatched = [order for order in orders if not self._apply(key.account_id, order)]
         self._apply_unmatched()
         return unmatched
@@ -152,7 +152,7 @@ class OrderTracker:
             self._unmatched.append((key, change))
 
     def _apply_unmatched(self) -> None:
-        """Tries the kept changes again, whose orders may be known now."""
+        """Retries the changes that arrived before their order was known."""
         waiting, self._unmatched = self._unmatched, deque(maxlen=_MAX_UNMATCHED)
         for key, change in waiting:
             self.apply_change(key, change)

@@ -1,4 +1,5 @@
-"""Keeps the session's events and answers, in order, until Valkey has taken them.
+"""Keeps the session's events and answers, in order, until Valkey has taken them: 10,000 at most,
+the oldest are dropped first.
 
 Everything may be sent twice: events are recognised by their ids, and `answer.lua` is safe to
 repeat. So a lost reply never loses an answer.

@@ -113,7 +113,7 @@ class WorkerLifecycle:
         self.given_up = ""
         #: Times in a row that nobody could give a fresh session its credentials.
         self.restore_failures = 0
-        #: The end that is to be confirmed counts as a crash, even if a later request asks for it.
+        #: True if the pending stop counts as a crash, even if a shutdown is requested meanwhile.
         self._crashed: bool = (stop or {}).get("crashed", False)
         #: Workers that have ended, with their exit code; None: not known.
         self._ended: dict[str, int | None] = {}
@@ -174,7 +174,7 @@ class WorkerLifecycle:
 
     def worker_ended(self, worker_id: str, exit_code: int | None, *, planned: bool = False) -> None:
         """Notes that a worker has ended. `planned`: somebody stopped it, or it ended with its
-        host. Reports a missing worker whose end had not been reported so far."""
+        host. If the worker counted as missing, its end is now known as planned or not."""
         self._ended[worker_id] = exit_code
         while len(self._ended) > EARLY_EVENTS_MAX:
             del self._ended[next(iter(self._ended))]

@@ -90,7 +90,8 @@ async def start_worker(life: WorkerLifecycle, *, adopt_only: bool = False) -> No
 
 
 async def _wait_out_backoff(life: WorkerLifecycle) -> None:
-    """Waits for the rest of the pause after the last crash, also if an earlier run saw it."""
+    """Waits for the rest of the pause after the last crash, even if that was in an earlier run of
+    the workflow."""
     if life.state.crashes_too_often:
         raise CrashedTooOften
     remaining = life.state.retry_at - life.now()

@@ -321,8 +321,9 @@ class UserWorkerWorkflow:
     async def _replace(self, reason: str, *, outage: bool, over: bool = False) -> None:
         """Confirms the end of a worker that died in service (one-owner), then starts another one.
 
-        A planned stop is not a crash, nor is an end that an earlier run handled (`over`). A crash
-        that the infrastructure caused (`outage`) delays the next start, but never parks the user.
+        With a planned stop, or `over` (an earlier run handled the end), no crash is counted. A
+        crash that the infrastructure caused (`outage`) delays the next start, but never parks the
+        user.
         """
         life = self._life
         planned = life.ended_as_planned or over

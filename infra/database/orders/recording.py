@@ -1,7 +1,7 @@
 """Recording what happens to orders: events are stored once, and an order only ever moves forward.
 
-The rules are those of `states.py` and `merging.py`, in SQL. `_FORWARD` is the only place that has
-them.
+The rules are those of `states.py` and `merging.py`, in SQL: `_FORWARD`, and the condition of
+`_ADVANCE`.
 """
 
 import time

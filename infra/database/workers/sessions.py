@@ -74,15 +74,15 @@ async def next_control_number(session: AsyncSession) -> int:
     return int(await session.scalar(select(next_number("control_number"))) or 0)
 
 
-#: Epoch of the first worker that can get what is asked
-#: now of `:user_id`: the next, if the last has ended.
+#: Lowest epoch that may answer a request made now for `:user_id`: the current one, or the next if
+#: that assignment has ended.
 FIRST_EPOCH = """(select u.epoch + (select count(*) from worker_sessions s where s.user_id = u.id
   and s.epoch = u.epoch and s.ended_at is not null) from users u where u.id = :user_id)"""
 
 
 async def first_epoch(database: Database, user_id: str) -> int:
-    """Returns `FIRST_EPOCH`: no former worker, which may still have its keys, answers what is asked
-    from now on."""
+    """Returns `FIRST_EPOCH`. Answers of earlier workers, which may still have their keys, are
+    refused by it."""
     async with database.session(autocommit=True) as session:
         return int(await session.scalar(text(f"select {FIRST_EPOCH}"), {"user_id": user_id}) or 0)
 

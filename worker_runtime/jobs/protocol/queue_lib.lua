@@ -1,6 +1,7 @@
 -- What the scripts of the job queue share. It is loaded before each of them and does nothing by itself.
 --
--- Every key carries one hash tag ('jobs' for the fleet, 'user:<id>' for a user's own jobs). The prefix 'jobs:{tag}:'
+-- Every key carries one hash tag ('jobs' for the fleet, 'user:<id>' for a user's own jobs, 'app:<name>' for an
+-- application's). The prefix 'jobs:{tag}:'
 -- is taken from the key of the settings, KEYS[1] of each script. worker_runtime/jobs/protocol/keys.py lists the keys.
 local P, META
 
