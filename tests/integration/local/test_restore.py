@@ -91,7 +91,7 @@ class Backup:
         )
         made = berth(stack, "backup", str(folder), recipients=recipients)
         told, errors = made.communicate(timeout=60)
-        assert made.returncode == 0, errors
+        assert made.returncode == 0, f"{errors}\n{stack.postgres.explain_log()}"
         self._made = Path(told.split()[-1])
         assert self._made.stat().st_mode & 0o077 == 0
 
