@@ -85,6 +85,17 @@ class Backup:
         self.wal = self._unpacked / "wal"
         recipients = json.dumps([make_identity(self._identity)])
         self._follower = berth(stack, "backup", str(folder), "--follow", recipients=recipients)
+        try:
+            self._made = self._back_up(folder, recipients)
+        except BaseException:
+            self._follower.kill()
+            self._follower.communicate()
+            raise
+        assert self._made.stat().st_mode & 0o077 == 0
+
+    def _back_up(self, folder: Path, recipients: str) -> Path:
+        """Makes a base backup once the follower receives the log; returns its path."""
+        stack = self._stack
         until(
             lambda: ask(stack, "select count(*) from pg_stat_replication") == 1,
             "receiver of the log",
@@ -92,8 +103,7 @@ class Backup:
         made = berth(stack, "backup", str(folder), recipients=recipients)
         told, errors = made.communicate(timeout=60)
         assert made.returncode == 0, f"{errors}\n{stack.postgres.explain_log()}"
-        self._made = Path(told.split()[-1])
-        assert self._made.stat().st_mode & 0o077 == 0
+        return Path(told.split()[-1])
 
     def end(self) -> None:
         self._follower.terminate()
