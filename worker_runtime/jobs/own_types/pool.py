@@ -12,6 +12,7 @@ Processes that they leave behind become children of the runner, which kills them
 import binascii
 import contextlib
 import errno
+import math
 import os
 import resource
 import selectors
@@ -64,6 +65,11 @@ IMPORT_TIMEOUT_S = 120.0
 _FORK_TIMEOUT_S = 10.0
 #: KILLs, about a second apart, after which the fork server counts as stuck.
 _MAX_KILLS = 3
+#: Seconds within which the end of a child that closed its socket is reported. It takes some ms,
+#: unless the application has work to do at the exit of a process.
+_END_TIMEOUT_S = 10.0
+#: Seconds between two KILLs of a child whose end is not reported.
+_KILL_INTERVAL_S = 1.0
 #: Children of async types that are kept though they run nothing.
 _MAX_IDLE_SHARED = 8
 #: Jobs that a child of an async type runs before it is replaced.
@@ -139,6 +145,8 @@ class ServedChild(JobChild):
         self.running = 0
         #: Seconds until which the fork has to be confirmed.
         self.confirm_until = time.monotonic() + _FORK_TIMEOUT_S
+        #: Seconds until which its end has to be reported; infinite while its socket is open.
+        self.end_until = math.inf
 
     def kill(self, number: signal.Signals) -> None:
         """Has the child and all it has started signalled."""
@@ -212,23 +220,29 @@ class ForkServerPool(ChildPool):
             if self._backoff.due() and not self._closed:
                 self._start()
             return
+        children = [child for child in self._all.values() if isinstance(child, ServedChild)]
         stuck = not self.ready and now > self._import_until
-        for child in self._all.values():
-            if (
-                isinstance(child, ServedChild)
-                and not child.process_id
-                and now > child.confirm_until
-            ):
-                stuck = True
-        if stuck:
+        if stuck or any(not each.process_id and now > each.confirm_until for each in children):
             self._kill_server("it does not answer")
+            return
+        for child in children:
+            if now > child.end_until:  # it is dead, or of no use; perhaps nobody can report that
+                child.end_until = now + _KILL_INTERVAL_S
+                child.kill(signal.SIGKILL)
 
     def seconds_until_due(self) -> float:
+        now = time.monotonic()
         if self._server is None:
             return self._backoff.seconds_until_due()
-        return (
-            max(0.0, self._import_until - time.monotonic()) if not self.ready else _FORK_TIMEOUT_S
-        )
+        if not self.ready:
+            return max(0.0, self._import_until - now)
+        ends = [child.end_until for child in self._all.values() if isinstance(child, ServedChild)]
+        return max(0.0, min([now + _FORK_TIMEOUT_S, *ends]) - now)
+
+    def unwatch(self, child: JobChild) -> None:
+        super().unwatch(child)
+        if isinstance(child, ServedChild) and child.end_until == math.inf:
+            child.end_until = time.monotonic() + _END_TIMEOUT_S
 
     def _start(self) -> None:
         near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 from tests.support.jobs.application import KEYS, NAME, PACKAGES, TAG, Application
@@ -53,6 +54,26 @@ def test_a_frozen_fork_server_is_replaced(shop: Application) -> None:
     job_id = shop.add("hang")
     assert shop.failure(job_id)[0] == "JOB_OUTCOME_UNKNOWN"
     eventually(lambda: not alive(server), "the end of the frozen server")
+    assert shop.value(shop.add("huge", size=1)) == "x"
+
+
+def test_a_child_that_dies_under_a_frozen_fork_server_ends_its_job_before_its_timeout(
+    shop: Application,
+) -> None:
+    """Nobody reports the child's end then. A spare child is ready, so no fork shows that the fork
+    server is frozen: the job waited for its timeout, 180 s."""
+    gate, ledger = shop.path("frozen-gate"), shop.path("frozen")
+    server = shop.fork_server(shop.runners[0])
+    [first] = eventually(lambda: children_of(server), "a spare child")
+    job_id = shop.add("spend", ledger=ledger, until=gate)
+    shop.started("frozen", 1)
+    eventually(lambda: len(children_of(server)) == 2, "the next spare child")
+    time.sleep(0.2)  # its fork is confirmed
+    os.kill(server, signal.SIGSTOP)
+    os.kill(first, signal.SIGKILL)
+    eventually(lambda: not alive(server), "the end of the frozen server", 30.0)
+    assert shop.failure(job_id)[0] == "JOB_OUTCOME_UNKNOWN"
+    assert shop.counts("frozen") == {job_id: 1}
     assert shop.value(shop.add("huge", size=1)) == "x"
 
 
