@@ -248,7 +248,7 @@ def test_an_attacker_who_takes_over_each_next_worker_is_parked(system: AttackedS
     with crowd.trading():
         while not is_parked(system, hostile):
             assert time.monotonic() < until_s
-            told = flood(stolen, KINDS[cut_off % len(KINDS)], 3.0)
+            told = flood(stolen, KINDS[cut_off % len(KINDS)], 8.0)
             assert told["refused_after"] is not None, told
             cut_off += 1
             until_removed(system, stolen)
