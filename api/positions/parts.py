@@ -21,7 +21,7 @@ from worker_runtime.protocol.broker_record import MarketRule
 from worker_runtime.protocol.messages import OrderState
 from worker_runtime.protocol.order_terms import ODD_LOTS
 
-#: Orders of one close at most: the largest quantity in TWSE's orders of 499 lots.
+#: Orders of one close at most: the largest quantity, in orders of 499 lots, needs as many.
 MAX_PARTS = 21
 #: Characters of a client order id.
 _MAX_ID_LENGTH = 64
