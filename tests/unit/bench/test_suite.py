@@ -148,7 +148,7 @@ def test_the_command_of_a_record_does_not_say_where_its_figures_go() -> None:
     assert cli._command(["/usr/bin/berth", "bench", "claim", "--json=x"]) == "berth bench claim"
 
 
-@pytest.mark.parametrize("words", [["--peers", "/home/me/peers"], ["--peers=/home/me/peers"]])
+@pytest.mark.parametrize("words", [["--peers", "/srv/peers"], ["--peers=/srv/peers"]])
 def test_the_command_of_a_record_names_no_folder_of_the_machine(words: list[str]) -> None:
     command = cli._command(["/usr/bin/berth", "bench", "jobs", *words])
     assert command.replace("=", " ") == "berth bench jobs --peers FOLDER"
