@@ -250,6 +250,7 @@ def test_an_attacker_who_takes_over_each_next_worker_is_parked(system: AttackedS
             assert time.monotonic() < until_s
             told = flood(stolen, KINDS[cut_off % len(KINDS)], 8.0)
             assert told["refused_after"] is not None, told
+            assert told["refused_after"] < 5.0, told
             cut_off += 1
             until_removed(system, stolen)
             until_replaced(system, hostile, stolen)

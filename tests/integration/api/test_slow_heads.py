@@ -21,7 +21,8 @@ CLIENTS = 1000
 
 
 class HastyProtocol(HeadLimitingProtocol):
-    head_time = 4.0
+    #: Twice what a busy machine needs until a thousand clients are connected and one is served.
+    head_time = 8.0
 
 
 @pytest.fixture
@@ -66,8 +67,7 @@ async def test_a_thousand_clients_with_slow_heads_are_cut_off_and_others_are_ser
     await asyncio.sleep(0.5)
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
         assert (await client.get("/hello")).json() == "hello"
-    # It was served while slow clients held on; a busy machine has perhaps cut the first ones off.
-    assert not all(task.done() for task in slow)
+    assert not any(task.done() for task in slow)
     async with asyncio.timeout(30):
         assert {answer for _, answer in await asyncio.gather(*slow)} == {b""}
 
