@@ -99,9 +99,9 @@ async def took_and_died(
         answer = await post_signal(dying, made, said)
         assert (answer.status_code, answer.json()["complete"]) == (202, False)
         await until(lambda: len(worker.popped) == 1)
-        await leave(api, held_until="now() + interval '1 hour'")
-        # Killed, it would not give its lease back.
+        # Killed, it would neither renew its lease nor give it back.
         dying.services.signals._holders.clear()
+        await leave(api, held_until="now() + interval '1 hour'")
     worker.script = filled
     await worker.answer_later(filled(worker.popped[0]))
     return worker, made, said
