@@ -40,6 +40,10 @@ _SLOW = {
     RPCStatusCode.CANCELLED,
     RPCStatusCode.FAILED_PRECONDITION,
 }
+#: The texts of UNAVAILABLE answers of a server that was reached, and could not ask the workflow: its
+#: task failed or is late, or another call holds it (`consts.ErrBufferedQueryCleared` and
+#: `ErrWorkflowBusy` in temporalio/temporal, service/history/consts).
+_WORKFLOW_BUSY_TEXTS = ("buffered query cleared", "timeout locking workflow execution")
 #: Answers that no repetition changes: there is no such workflow, or its id is not allowed.
 _REFUSED = {RPCStatusCode.NOT_FOUND, RPCStatusCode.INVALID_ARGUMENT}
 
@@ -130,6 +134,8 @@ def error_of_rpc(error: RPCError, *, server_only: bool = False) -> BerthError:
     orchestrator has a part in it."""
     if isinstance(error, QueryOfPausedWorkflow):
         return WorkflowPaused()
+    if not server_only and any(text in error.message for text in _WORKFLOW_BUSY_TEXTS):
+        return OrchestratorUnavailable("the workflow did not answer; ask again")
     if error.status in UNREACHABLE_CODES:
         return TemporalUnavailable()
     if error.status in _SLOW:

@@ -17,6 +17,13 @@ from workflows.worker_pool.workflow import WorkerPoolWorkflow
 
 Pool = WorkflowHandle[WorkerPoolWorkflow, None]
 
+#: Statuses of queries that are sent again.
+RETRIED_STATUSES = (
+    RPCStatusCode.CANCELLED,
+    RPCStatusCode.DEADLINE_EXCEEDED,
+    RPCStatusCode.UNAVAILABLE,
+)
+
 
 async def start_pool(env: WorkflowEnvironment, target: int, **given: Any) -> Pool:
     given.setdefault("policy", PoolPolicy(target=target))
@@ -32,13 +39,14 @@ async def view_pool(handle: Pool) -> PoolView:
     """Returns the view of the pool.
 
     The time-skipping server never answers a query that meets the end of a run which continues as
-    new, so this asks again.
+    new, and a server drops a query whose workflow task failed ("buffered query cleared, please
+    retry"). This asks again.
     """
     while True:
         try:
             return await handle.query(WorkerPoolWorkflow.view, rpc_timeout=timedelta(seconds=3))
         except RPCError as error:
-            if error.status not in (RPCStatusCode.CANCELLED, RPCStatusCode.DEADLINE_EXCEEDED):
+            if error.status not in RETRIED_STATUSES:
                 raise
 
 

@@ -26,6 +26,7 @@ from infra.worker_task import LaunchSpec, Task
 from tests.support.activities.harness import ActivityHarness
 from tests.support.launchers.faulty import UnsteadyLauncher
 from tests.support.workflows.fakes import until
+from tests.support.workflows.pools import view_pool
 from worker_runtime.protocol import keys, scripts
 from workflows import names
 from workflows.sandbox import workflow_runner
@@ -118,12 +119,12 @@ async def test_five_hundred_wanted_are_five_hundred_launched(
             ready = keys.pool_ready(POOL)
             while await reply_of(harness.client.zcard(ready)) < WANTED:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
-            view = await handle.query(WorkerPoolWorkflow.view)
+            view = await view_pool(handle)
             # Until the list shows all of them, and a few checks beyond.
             end = time.monotonic() + LAG + 1.0
             while time.monotonic() < end or (view.ready, view.starting) != (WANTED, 0):
                 await asyncio.sleep(0.1)
-                view = await handle.query(WorkerPoolWorkflow.view)
+                view = await view_pool(handle)
     finally:
         await handle.terminate()
         await workers.close()
