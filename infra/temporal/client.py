@@ -40,8 +40,8 @@ _SLOW = {
     RPCStatusCode.CANCELLED,
     RPCStatusCode.FAILED_PRECONDITION,
 }
-#: The texts of UNAVAILABLE answers of a server that was reached, and could not ask the workflow: its
-#: task failed or is late, or another call holds it (`consts.ErrBufferedQueryCleared` and
+#: The texts of UNAVAILABLE answers of a server that was reached and could not ask the workflow: its
+#: task failed or is late, or another call holds it (`ErrBufferedQueryCleared` and
 #: `ErrWorkflowBusy` in temporalio/temporal, service/history/consts).
 _WORKFLOW_BUSY_TEXTS = ("buffered query cleared", "timeout locking workflow execution")
 #: Answers that no repetition changes: there is no such workflow, or its id is not allowed.
