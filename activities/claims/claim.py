@@ -24,6 +24,7 @@ from activities.claims.handshake import (
     push_signed,
 )
 from activities.pool import entries
+from activities.pool.entries import EntryStatus
 from activities.pool.launch import COLD_PREFIX
 from activities.rollout.canary import CanaryRegistry
 from infra.database.accounts import record_logins, split_rejected
@@ -127,7 +128,7 @@ class ClaimActivities:
         if not await entries.write_owner(self.client, request.user_id, worker, generation, words):
             return _gone_result(worker, "a later assignment owns the user")
         replies = ClaimReplies(self.client, self.sealer.keys, worker)
-        reply = None if claimed.entry.status == "claimed" else await replies.present(1)
+        reply = None if claimed.entry.status == EntryStatus.CLAIMED else await replies.present(1)
         if reply is None:
             if not await self._send_claim(request, claimed, generation, switch.version):
                 return _gone_result(worker, "the worker was cut off")
@@ -162,7 +163,7 @@ class ClaimActivities:
         """Assigns the first worker of the pool whose entry is valid.
 
         Skips at most `MAX_ENTRIES_TRIED` invalid entries, so that a forged one cannot block claims;
-        then it returns the status `empty`.
+        then it returns the status `EMPTY`.
         """
         avoid = await self._canaries.find_to_avoid(request.pool, request.failed)
         refused: set[str] = set()
@@ -182,7 +183,9 @@ class ClaimActivities:
                 await entries.discard_entry(
                     self.client, request.pool, error.worker_id, request.claim_id
                 )
-        return _ClaimedWorker(entry=entries.PoolEntry(status="empty"), worker=_no_worker(request))
+        return _ClaimedWorker(
+            entry=entries.PoolEntry(status=EntryStatus.EMPTY), worker=_no_worker(request)
+        )
 
     async def _try_to_assign(
         self, request: ClaimRequest, avoided: str, refused: Collection[str]
@@ -209,7 +212,7 @@ class ClaimActivities:
             if accounts:
                 entry = await self._claim_entry(request, assigned, avoided, refused)
             else:  # no account to log in with, or too many crashes: no worker is claimed
-                entry = entries.PoolEntry(status="refused")
+                entry = entries.PoolEntry(status=EntryStatus.REFUSED)
             worker = WorkerRef(
                 worker_id=entry.worker_id,
                 task_id=assigned.task_id,
@@ -219,7 +222,7 @@ class ClaimActivities:
                 warm=not entry.worker_id.startswith(COLD_PREFIX),
                 public_key=entry.public_key.hex(),
             )
-            if entry.status in ("claimed", "again"):
+            if entry.status in (EntryStatus.CLAIMED, EntryStatus.AGAIN):
                 worker = await self._record_worker(session, worker, entry)
         return _ClaimedWorker(
             entry, worker, accounts, open_orders, crashes=assigned.crashes, rejection=rejection
@@ -250,18 +253,18 @@ class ClaimActivities:
         request: ClaimRequest,
         assigned: worker_sessions.AssignmentResult,
     ) -> _ClaimedWorker | None:
-        """Returns, by the entry's status: `adopted`, the worker that the user keeps; `gone`, the
-        one that must end first; `none`, no worker, if the request may only adopt one. Returns None
+        """Returns, by the entry's status: `ADOPTED`, the worker that the user keeps; `GONE`, the
+        one that must end first; `NONE`, no worker, if the request may only adopt one. Returns None
         if a worker of the pool may be claimed."""
         adopted = await self._adopt_worker(session, request, assigned)
         if adopted is not None:
             return adopted
         gone = await self._find_worker_to_end(request, assigned)
         if gone is not None:
-            return _ClaimedWorker(entry=entries.PoolEntry(status="gone"), worker=gone)
+            return _ClaimedWorker(entry=entries.PoolEntry(status=EntryStatus.GONE), worker=gone)
         if request.adopt_only:
             return _ClaimedWorker(
-                entry=entries.PoolEntry(status="none"), worker=_no_worker(request)
+                entry=entries.PoolEntry(status=EntryStatus.NONE), worker=_no_worker(request)
             )
         return None
 
@@ -282,11 +285,11 @@ class ClaimActivities:
             avoid=avoided,
             refused=refused,
         )
-        if entry.status == "full":
+        if entry.status == EntryStatus.FULL:
             raise ApplicationError(
                 errors.MemoryShort.title(), type=errors.MemoryShort.code, non_retryable=True
             )
-        if entry.status == "gone" and entry.worker_id != assigned.worker_id:
+        if entry.status == EntryStatus.GONE and entry.worker_id != assigned.worker_id:
             raise _EntryRefused(entry.worker_id, "its entry is gone")  # nothing was sent to it
         return entry
 
@@ -306,7 +309,7 @@ class ClaimActivities:
             )
         except worker_sessions.NotAssignable as error:
             raise _EntryRefused(worker.worker_id, str(error)) from None
-        if entry.status == "claimed":  # a repeat has the status "again" and is not counted
+        if entry.status == EntryStatus.CLAIMED:  # a repeat (`AGAIN`) is not counted
             kind = "warm" if worker.warm else "cold"
             CLAIM_SECONDS.labels(worker.pool, kind).observe(launched.waited)
         return replace(worker, task_id=launched.task_id, version=launched.version)
@@ -344,7 +347,7 @@ class ClaimActivities:
             warm=bool(other.warm),
         )
         log.warning("worker_adopted", user_id=user, worker_id=worker_id, epoch=other.epoch)
-        entry = entries.PoolEntry(status="adopted")
+        entry = entries.PoolEntry(status=EntryStatus.ADOPTED)
         return _ClaimedWorker(entry, worker, crashes=assigned.crashes, adopted=other)
 
     async def _find_worker_to_end(
@@ -394,7 +397,9 @@ class ClaimActivities:
         already. Returns False if the worker was cut off meanwhile."""
         inbox = keys.pool_inbox(request.pool, claimed.worker.worker_id)
         # Sent again only if it was lost on the way: a worker answers a repeated claim again.
-        if claimed.entry.status == "claimed" or not await valkey.reply_of(self.client.llen(inbox)):
+        if claimed.entry.status == EntryStatus.CLAIMED or not await valkey.reply_of(
+            self.client.llen(inbox)
+        ):
             claim = await self._claim_message(request, claimed, generation, switch_version)
             if claim is None:
                 return False
@@ -498,15 +503,15 @@ def _result_without_claim(request: ClaimRequest, claimed: _ClaimedWorker) -> Cla
     status = claimed.entry.status
     if claimed.adopted is not None:
         return _adopted_result(claimed, claimed.adopted)
-    if status == "none":
+    if status == EntryStatus.NONE:
         return ClaimResult(status=ClaimStatus.NONE)
     if claimed.crashes and not claimed.worker.epoch:
         return ClaimResult(status=ClaimStatus.BACK_OFF, crashes=claimed.crashes)
-    if status == "empty":
+    if status == EntryStatus.EMPTY:
         return ClaimResult(status=ClaimStatus.EMPTY)
-    if status == "gone":
+    if status == EntryStatus.GONE:
         return _gone_result(claimed.worker, "the claimed worker is gone")
-    if status == "refused":
+    if status == EntryStatus.REFUSED:
         return _no_account_result(request, claimed)
     return None
 

@@ -149,10 +149,8 @@ class ReloadActivity:
             key, proof = (bytes.fromhex((value or b"").decode("ascii")) for value in fields)
         except ValueError:
             return b""
-        entry = entries.PoolEntry(
-            status="again", worker_id=request.worker.worker_id, public_key=key, proof=proof
-        )
-        return key if entry.proven(self.sealer.keys) else b""
+        proven = entries.is_workers_key(self.sealer.keys, request.worker.worker_id, key, proof)
+        return key if proven else b""
 
 
 def _result(reply: ClaimReply | str) -> ReloadResult:

@@ -23,7 +23,7 @@ from redis.exceptions import RedisError
 
 from activities.events.cut_off import Offender, WorkerCutOff
 from activities.pool import entries
-from activities.pool.entries import PoolEntry, PumpedEvents, pump_events
+from activities.pool.entries import PumpedEvents, is_workers_key, pump_events
 from activities.pool.launch import launched_for
 from infra.database.engine import Database
 from infra.database.workers import launches
@@ -153,13 +153,9 @@ class EventPump:
             public_key, proof, claim_id = map(fields.get, (b"public_key", b"proof", b"reserved"))
             if public_key is None or not pool.isprintable():  # it has ended, or there was none
                 continue
-            entry = PoolEntry(
-                status="", worker_id=worker_id, public_key=public_key, proof=proof or b""
-            )
+            proven = is_workers_key(self.orchestrator_keys, worker_id, public_key, proof or b"")
             claim = text_of(claim_id)
-            if entry.proven(self.orchestrator_keys) and (
-                not claim or worker_id in launched_for(claim)
-            ):
+            if proven and (not claim or worker_id in launched_for(claim)):
                 reserved[pool][worker_id] = claim
             elif self._refused.add(worker_id):
                 log.error(

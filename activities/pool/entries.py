@@ -7,6 +7,7 @@ again within `WAIT_QUEUE_TTL_S`; asking more often does not improve it.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, NamedTuple
 
 from redis.asyncio import Redis
@@ -48,37 +49,56 @@ async def leave_wait_queue(client: Redis, pool: str, user_id: str) -> None:
         await pipe.execute()
 
 
-@dataclass(frozen=True, kw_only=True)
-class PoolEntry:
-    """Says which worker a claim gets, by `status`.
+class EntryStatus(StrEnum):
+    """Says which worker a claim gets.
 
-    `claim.lua` returns:
-    'claimed': a worker of the pool;
-    'again': the worker that this claim got before;
-    'empty': no worker, since none is ready, or other users wait for those that are;
-    'full': no worker, since the server's memory is short;
-    'gone': this claim's worker is dead, or has another claim by now.
-
-    The claim itself (`activities/claims/claim.py`) makes, without asking the pool:
-    'refused': the user has no account to log in with, or too many of their workers crashed;
-    'adopted': the user still has a worker, and keeps it;
-    'none': there is no worker to adopt, and no other was asked for;
-    'gone': a worker of the user has to be ended first;
-    'empty': too many entries of the pool were invalid.
+    `claim.lua` returns `CLAIMED` to `GONE`. The claim itself (`activities/claims/claim.py`) uses
+    the others, and also `GONE` and `EMPTY`, without asking the pool.
     """
 
-    status: str
+    #: A worker of the pool.
+    CLAIMED = "claimed"
+    #: The worker that this claim got before.
+    AGAIN = "again"
+    #: No worker: none is ready, other users wait for those that are, or too many entries were
+    #: invalid.
+    EMPTY = "empty"
+    #: No worker, since the server's memory is short.
+    FULL = "full"
+    #: This claim's worker is dead or has another claim by now, or a worker of the user has to be
+    #: ended first.
+    GONE = "gone"
+    #: No worker: the user has no account to log in with, or too many of their workers crashed.
+    REFUSED = "refused"
+    #: The worker that the user still has, and keeps.
+    ADOPTED = "adopted"
+    #: No worker: there is none to adopt, and no other was asked for.
+    NONE = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolEntry:
+    """Holds the worker that a claim gets, and the public key that the worker announced."""
+
+    status: EntryStatus
     worker_id: str = ""
     public_key: bytes = b""
     proof: bytes = b""
 
     def proven(self, orchestrator_keys: OrchestratorKeys) -> bool:
-        """Returns True if the public key can be sealed to and is the worker's own: only its launch
-        token could make the proof."""
-        return any(
-            sealing.check_key(token, self.worker_id, self.public_key, self.proof)
-            for token in orchestrator_keys.launch_tokens(self.worker_id)
-        ) and sealing.is_usable_key(self.public_key)
+        """Returns True if the public key is the worker's own (`is_workers_key`)."""
+        return is_workers_key(orchestrator_keys, self.worker_id, self.public_key, self.proof)
+
+
+def is_workers_key(
+    orchestrator_keys: OrchestratorKeys, worker_id: str, public_key: bytes, proof: bytes
+) -> bool:
+    """Returns True if the public key can be sealed to and is the worker's own: only its launch
+    token could make the proof."""
+    return any(
+        sealing.check_key(token, worker_id, public_key, proof)
+        for token in orchestrator_keys.launch_tokens(worker_id)
+    ) and sealing.is_usable_key(public_key)
 
 
 async def claim_entry(
@@ -104,7 +124,7 @@ async def claim_entry(
     # 'empty' names none, 'gone' only a worker.
     worker_id, public_key, proof = (*fields, None, None, None)[:3]
     return PoolEntry(
-        status=text_of(status),
+        status=EntryStatus(text_of(status)),
         worker_id=text_of(worker_id),
         public_key=public_key or b"",
         proof=proof or b"",

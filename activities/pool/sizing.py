@@ -21,6 +21,7 @@ from temporalio.converter import value_to_type
 
 from activities.heartbeat import beating
 from activities.pool import entries
+from activities.pool.entries import EntryStatus
 from activities.pool.launch import POOL_PREFIX, worker_id_of
 from infra.database.engine import Database
 from infra.database.workers import launches, pools
@@ -192,10 +193,10 @@ class PoolActivities:
         for number in range(request.count):
             claim_id = f"shrink-{request.token}-{number}"
             entry = await entries.claim_entry(self._client, request.pool, claim_id)
-            if entry.status == "empty":
+            if entry.status == EntryStatus.EMPTY:
                 break
             # It was this claim's; by now it is stopped, free again or another claim's.
-            if entry.status == "gone":
+            if entry.status == EntryStatus.GONE:
                 gone.add(entry.worker_id)
                 continue
             claims[entry.worker_id] = claim_id
