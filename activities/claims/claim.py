@@ -397,9 +397,8 @@ class ClaimActivities:
         already. Returns False if the worker was cut off meanwhile."""
         inbox = keys.pool_inbox(request.pool, claimed.worker.worker_id)
         # Sent again only if it was lost on the way: a worker answers a repeated claim again.
-        if claimed.entry.status == EntryStatus.CLAIMED or not await valkey.reply_of(
-            self.client.llen(inbox)
-        ):
+        is_first = claimed.entry.status == EntryStatus.CLAIMED
+        if is_first or not await valkey.reply_of(self.client.llen(inbox)):
             claim = await self._claim_message(request, claimed, generation, switch_version)
             if claim is None:
                 return False
