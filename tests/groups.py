@@ -5,7 +5,8 @@ of them builds its own fixture, so one process runs them all.
 
 A busy unit runs a whole system and keeps a core busy. The others mostly wait: for timeouts,
 restarts and processes. So there are more processes than cores, and at most `MAX_BUSY_UNITS` busy
-units at a time, which begin first; what waits runs beside them.
+units at a time, which begin first. A unit that takes two places has no busy one next to it: a
+process that could only begin such a one waits.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ UNITS = {
 #: Busy units, in the order in which they begin, the longest first: by name or by path.
 BUSY = (
     "compose",
+    "tests/redteam/test_memory_flood.py",
     "e2e-system",
     "docker",
     "tests/integration/bench/test_bench.py",
@@ -89,9 +91,14 @@ ORDER = (
 )
 #: Busy units that may run at the same time: one for each core, and two on a single one.
 MAX_BUSY_UNITS = max(2, os.cpu_count() or 2)
-#: Busy units that keep two cores busy: twenty containers and their health checks. Next to another
-#: system, that one's API needed more than a minute to start.
-DOUBLE = ("compose",)
+#: Busy units that keep two cores busy, or compare what a user waits for with and without a fault.
+DOUBLE = (
+    "compose",  # twenty containers and their health checks
+    "tests/redteam/test_memory_flood.py",
+    "tests/chaos/test_drill.py",  # fifty workers, replaced in minutes
+    "e2e-worker-users",
+    "e2e-silent-connections",
+)
 
 
 def unit_of(path: str) -> str:
@@ -116,14 +123,18 @@ def busy_places(unit: str) -> int:
     return (unit in BUSY) + (unit in DOUBLE)
 
 
-def next_unit(waiting: Iterable[str], running: Collection[str]) -> str:
-    """Returns the first unit that may begin next to those that run.
+def may_run_together(units: Iterable[str]) -> bool:
+    """Returns True if these units may run at the same time."""
+    return sum(busy_places(unit) for unit in units) <= MAX_BUSY_UNITS
 
-    Where only busy ones wait, the first of them begins.
-    """
-    waiting = list(waiting)
-    free = MAX_BUSY_UNITS - sum(busy_places(unit) for unit in running)
-    return next((unit for unit in waiting if busy_places(unit) <= max(0, free)), waiting[0])
+
+def next_unit(waiting: Iterable[str], running: Collection[str]) -> str | None:
+    """Returns the first unit that may begin next to those that other processes run; None if there
+    is none."""
+    return next(
+        (unit for unit in waiting if busy_places(unit) == 0 or may_run_together([unit, *running])),
+        None,
+    )
 
 
 def sort_units(items: list[pytest.Item], root: Path) -> None:
@@ -141,15 +152,52 @@ class UnitScheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no
     override.
     """
 
+    def mark_test_complete(
+        self, node: WorkerController, item_index: int, duration: float = 0
+    ) -> None:
+        super().mark_test_complete(node, item_index, duration)
+        for other in self.nodes:  # those that wait may begin another unit now, or end
+            if other is not node:
+                self._reschedule(other)
+
+    def _reschedule(self, node: WorkerController) -> None:
+        """Assigns another unit to a process that has few tests left, or ends it after its last."""
+        if self.workqueue or node.shutting_down or not self._must_wait(node):
+            super()._reschedule(node)
+
     def _assign_work_unit(self, node: WorkerController) -> None:
-        running = [
-            unit
-            for units in self.assigned_work.values()
-            for unit, tests in units.items()
-            if not all(tests.values())
-        ]
-        self.workqueue.move_to_end(next_unit(self.workqueue, running), last=False)
-        super()._assign_work_unit(node)
+        """Assigns a unit to the process, unless it has to wait for the end of another one's."""
+        if not self._must_wait(node):
+            unit = next_unit(self.workqueue, self._running_beside(node))
+            self.workqueue.move_to_end(unit or next(iter(self.workqueue)), last=False)
+            super()._assign_work_unit(node)
+
+    def _must_wait(self, node: WorkerController) -> bool:
+        """Returns True if neither the process's last test nor a new unit may begin now.
+
+        A process that waits keeps its last test, because pytest-xdist runs a test only when the
+        next one is known. It does not wait if all others do.
+        """
+        running = self._running_beside(node)
+        last_test_of = self._unfinished(node)
+        if may_run_together([*last_test_of, *running]) and (
+            not self.workqueue or next_unit(self.workqueue, running)
+        ):
+            return False
+        return any(self._runs_tests(other) for other in self.nodes if other != node)
+
+    def _runs_tests(self, node: WorkerController) -> bool:
+        """Returns True if the process has a test to run and knows the next one, or that there is
+        none."""
+        return bool(self._pending_of(self.assigned_work[node]) > (0 if node.shutting_down else 1))
+
+    def _running_beside(self, node: WorkerController) -> list[str]:
+        """Returns the units that other processes have begun, or will begin next."""
+        return [unit for other in self.nodes if other != node for unit in self._unfinished(other)]
+
+    def _unfinished(self, node: WorkerController) -> list[str]:
+        work = self.assigned_work[node]
+        return [unit for unit, tests in work.items() if not all(tests.values())]
 
     def _split_scope(self, nodeid: str) -> str:
         return unit_of(nodeid.partition("::")[0])

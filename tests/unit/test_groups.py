@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 from tests.groups import (
     BUSY,
@@ -10,6 +15,8 @@ from tests.groups import (
     MAX_BUSY_UNITS,
     ORDER,
     UNITS,
+    UnitScheduling,
+    busy_places,
     next_unit,
     place_of,
     unit_of,
@@ -58,13 +65,13 @@ def test_a_waiting_unit_begins_next_to_enough_busy_ones() -> None:
     assert next_unit(waiting, running) == "tests/unit/test_log.py"
 
 
-def test_busy_units_that_are_left_alone_begin_nevertheless() -> None:
+def test_busy_units_wait_for_enough_others_to_end() -> None:
     running = list(SINGLE[:MAX_BUSY_UNITS])
-    assert next_unit(SINGLE[MAX_BUSY_UNITS:], running) == SINGLE[MAX_BUSY_UNITS]
+    assert next_unit(SINGLE[MAX_BUSY_UNITS:], running) is None
 
 
 def test_no_busy_unit_begins_next_to_one_that_takes_two_places() -> None:
-    [double] = DOUBLE
+    double = DOUBLE[0]
     waiting = [SINGLE[0], "tests/unit/test_log.py"]
     others = [double, *SINGLE[: MAX_BUSY_UNITS - 2]]
     assert next_unit(waiting, others) == "tests/unit/test_log.py"
@@ -72,3 +79,62 @@ def test_no_busy_unit_begins_next_to_one_that_takes_two_places() -> None:
         "tests/unit/test_log.py"
     )
     assert next_unit([double, SINGLE[0]], []) == double
+
+
+class Process:
+    """Stands for one of pytest-xdist: it runs a test once it knows the next one, or its end."""
+
+    def __init__(self, name: str) -> None:
+        self.gateway = SimpleNamespace(id=name)
+        self.queue: list[int] = []
+        self.shutting_down = False
+
+    def send_runtest_some(self, indices: list[int]) -> None:
+        self.queue += indices
+
+    def shutdown(self) -> None:
+        self.shutting_down = True
+
+
+def run_units(units: dict[str, int], processes: int) -> list[list[str]]:
+    """Schedules units, given by their number of tests; returns the units that ran at the same time,
+    for each round in which every process that may do so runs a test."""
+    tests = [f"{unit}::test_{number}" for unit, count in units.items() for number in range(count)]
+    config = SimpleNamespace(
+        getvalue=lambda name: [f"{processes}*popen"], option=SimpleNamespace(loadscopereorder=False)
+    )
+    scheduling = UnitScheduling(config, None)  # type: ignore[arg-type]
+    nodes = [Process(f"gw{number}") for number in range(processes)]
+    for node in nodes:
+        scheduling.add_node(node)  # type: ignore[arg-type]
+        scheduling.add_node_collection(node, tests)  # type: ignore[arg-type]
+    scheduling.schedule()
+    rounds: list[list[str]] = []
+    while any(node.queue for node in nodes):
+        able = [
+            node for node in nodes if node.queue and (len(node.queue) > 1 or node.shutting_down)
+        ]
+        assert able, "every process waits"
+        rounds.append([unit_of(tests[node.queue[0]].partition("::")[0]) for node in able])
+        for node in able:
+            scheduling.mark_test_complete(node, node.queue.pop(0))  # type: ignore[arg-type]
+    ran = [unit for units_at_once in rounds for unit in units_at_once]
+    assert Counter(ran) == Counter({unit_of(unit): count for unit, count in units.items()})
+    return rounds
+
+
+#: Modules whose units take one place, and two.
+SINGLE_MODULES = [unit for unit in SINGLE if unit.startswith("tests/")]
+DOUBLE_MODULES = [unit for unit in DOUBLE if unit.startswith("tests/")]
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_a_unit_of_two_places_runs_next_to_no_busy_one(processes: int) -> None:
+    modules = [DOUBLE_MODULES[0], *SINGLE_MODULES[:4], DOUBLE_MODULES[1], "tests/unit/test_log.py"]
+    for order in itertools.permutations(modules[:6]):
+        for counts in ((5, 1, 3, 2, 4, 6), (1, 1, 1, 1, 1, 1), (2, 7, 1, 3, 2, 1)):
+            units = dict(zip(order, counts, strict=True))
+            units["tests/unit/test_log.py"] = 3
+            for units_at_once in run_units(units, processes):
+                places = sum(busy_places(unit) for unit in units_at_once)
+                assert places <= MAX_BUSY_UNITS, (units, units_at_once)
