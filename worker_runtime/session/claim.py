@@ -42,10 +42,11 @@ from worker_runtime.trading.health import logins_of
 
 #: Seconds a claimed worker waits for `Connect` or `ReleaseClaim` after a failed connect: more than
 #: the orchestrator's longest backoff between attempts.
-CONNECT_WAIT = 120.0
+CONNECT_MESSAGE_TIMEOUT_S = 120.0
 #: Seconds; no connect holds the session for longer, whatever a message asks for.
-_LONGEST_CONNECT = 30.0
-_SETTLE_ATTEMPTS = 3
+_MAX_CONNECT_TIMEOUT_S = 30.0
+#: Tries to confirm a claim; a lost reply costs one.
+_MAX_SETTLE_ATTEMPTS = 3
 
 
 class InboxHandler(ABC):
@@ -244,7 +245,7 @@ class ClaimHandler(InboxHandler):
         """Asks Valkey to confirm the claim, and returns the claim's state. A repeat after a lost
         reply gives the same answer."""
         key = keys.pool_worker(self._config.pool, self._config.worker_id)
-        for _ in range(_SETTLE_ATTEMPTS):
+        for _ in range(_MAX_SETTLE_ATTEMPTS):
             try:
                 state: bytes = self._client.run(SETTLE_CLAIM, [key], [claim.claim_id, "confirmed"])
             except ValkeyFailed as error:
@@ -262,7 +263,7 @@ class ClaimHandler(InboxHandler):
             if not claim.accounts:
                 raise UnknownAccount("the user has no broker account")
             accounts = self._opener.open(claim.accounts, claim_id=claim.claim_id)
-            request_loop.connect(accounts, min(max(timeout, 0.1), _LONGEST_CONNECT))
+            request_loop.connect(accounts, min(max(timeout, 0.1), _MAX_CONNECT_TIMEOUT_S))
         except BerthError as error:
             failure = error
         self._logins = logins_of(request_loop.broker_sessions.account_sessions())
@@ -277,7 +278,7 @@ class ClaimHandler(InboxHandler):
         else:
             self._log.warning("connect_failed", attempt=attempt, code=failure.code)
             request_loop.broker_sessions.close_all()
-            self._give_up_at = time.monotonic() + CONNECT_WAIT
+            self._give_up_at = time.monotonic() + CONNECT_MESSAGE_TIMEOUT_S
         self._answer(claim, attempt, failure)
 
     def _answer(self, claim: Claim, attempt: int, failure: BerthError | None) -> None:

@@ -26,7 +26,7 @@ from worker_runtime.session.claim import ClaimHandler, InboxHandler, ResumeHandl
 from worker_runtime.session.control import SessionParts
 
 #: Seconds that sending the last events and answers may take at the end.
-_LAST_FLUSH = 2.0
+_LAST_FLUSH_TIMEOUT_S = 2.0
 
 
 class Session:
@@ -170,7 +170,7 @@ class Session:
             self._inbox_handler.request_loop.close()
         if not replaced:
             self._send_buffer.add_worker_event(WorkerEventKind.CLOSED, end.reason)
-        until = time.monotonic() + _LAST_FLUSH
+        until = time.monotonic() + _LAST_FLUSH_TIMEOUT_S
         while not self._send_buffer.flush() and time.monotonic() < until:
             self._shared_state.pulse = time.monotonic_ns()
             time.sleep(min(0.1, self._send_buffer.seconds_until_due() or 0.0))

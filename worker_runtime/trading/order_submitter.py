@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
 
 from worker_runtime.brokers.port import Broker, ConnectionKey
-from worker_runtime.process.clock import NS_PER_MS, SECOND, wall_ms
+from worker_runtime.process.clock import NS_PER_MS, NS_PER_S, wall_ms
 from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import SharedState
 from worker_runtime.protocol.broker_record import terms_of
@@ -51,16 +51,16 @@ from worker_runtime.trading.send_buffer import SendBuffer
 _TRANSIENT_ERRORS = (BrokerUnreachable, LoginLimited, LeaseLost)
 #: Nanoseconds by which the clocks of two Valkey servers may differ: one sets a deadline, the other
 #: reads it.
-_MAX_CLOCK_SKEW_NS = SECOND
+_MAX_CLOCK_SKEW_NS = NS_PER_S
 #: Seconds that a popped order waits until a new Valkey server has the switch. The watcher writes it
 #: within two seconds.
-SWITCH_WAIT_S = 10.0
+SWITCH_TIMEOUT_S = 10.0
 #: Deadlines are whole milliseconds.
-_DEADLINE_ROUNDING_NS = SECOND // 100
+_DEADLINE_ROUNDING_NS = NS_PER_S // 100
 #: Nanoseconds after which PostgreSQL knows of an unknown outcome: the recorder needs milliseconds,
 #: an API that waits writes it after 2 s. Must be shorter than the time after which a broker's
 #: list proves that it lacks the order (`absent_after`).
-_RECORDED_AFTER_NS = 5 * SECOND
+_RECORDED_AFTER_NS = 5 * NS_PER_S
 
 
 class OrderPostponed(Exception):
@@ -125,7 +125,7 @@ def flush_and_check_switch(
     *,
     broker_calls: BrokerCalls,
     send_buffer: SendBuffer,
-    wait: float = SWITCH_WAIT_S,
+    wait: float = SWITCH_TIMEOUT_S,
 ) -> None:
     """Flushes the send buffer (an order's journal entry) and reads the switch, in one round trip.
 
@@ -219,7 +219,7 @@ class OrderSubmitter:
     send_buffer: SendBuffer
     shared_state: SharedState
     log: Log
-    switch_wait: float = SWITCH_WAIT_S
+    switch_wait: float = SWITCH_TIMEOUT_S
 
     def has_outcome_of(self, order_id: str) -> bool:
         """Returns True if this session has an outcome of the order."""

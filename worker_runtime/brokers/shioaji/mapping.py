@@ -31,9 +31,9 @@ _STATUS = re.compile(r"(?<![\w.-])[45]\d\d(?![^\s:,.;)]|\.\d)")
 #: Seconds without any call that the manual asks for after a 503 that suspends a person.
 SUSPENSION_S = 60.0
 #: Seconds between two logins with a version of the SDK that the broker refuses.
-VERSION_REFUSED_S = 3600.0
+REFUSED_VERSION_RETRY_INTERVAL_S = 3600.0
 #: What the real broker keeps of our tag.
-MAX_TAG = 6
+MAX_TAG_LENGTH = 6
 
 _REFUSES_LOGIN = frozenset(
     {
@@ -118,7 +118,7 @@ def login_error(error: BaseException) -> errors.BrokerError:
     if status == 451 or "Too Many Connections" in said:
         return errors.LoginLimited(text)  # the sixth connection of this person
     if "update the version" in said.lower():
-        return errors.BrokerVersionRefused(text, retry_after=VERSION_REFUSED_S)
+        return errors.BrokerVersionRefused(text, retry_after=REFUSED_VERSION_RETRY_INTERVAL_S)
     if status == 503:  # maintenance, or the ban of a minute after too many calls
         return errors.LoginLimited(text, retry_after=SUSPENSION_S)
     if is_stale_signature(error):

@@ -24,9 +24,9 @@ from worker_runtime.protocol.messages import (
 )
 
 #: Event ids that are remembered, to drop repeats.
-_REMEMBERED = 4096
+_MAX_REMEMBERED_IDS = 4096
 #: Kept deals whose order is not known yet.
-_MAX_EARLY = 256
+_MAX_EARLY_DEALS = 256
 
 ShioajiEvent = Mapping[str, Any]
 
@@ -72,7 +72,7 @@ class ReportedOrders:
         if key in self._seen:
             return True
         self._seen[key] = None
-        if len(self._seen) > _REMEMBERED:
+        if len(self._seen) > _MAX_REMEMBERED_IDS:
             self._seen.popitem(last=False)
         return False
 
@@ -86,7 +86,7 @@ class ReportedOrders:
         is_new = deals.add_event(done)
         if known is None:
             self._early[order_id] = None
-            if len(self._early) > _MAX_EARLY:
+            if len(self._early) > _MAX_EARLY_DEALS:
                 forgotten, _ = self._early.popitem(last=False)
                 del self._deals[forgotten]
             return None

@@ -73,8 +73,8 @@ def build_order(
 ) -> tuple[Any, Any]:
     """Contract and order of the SDK; raises `OrderRejected` for what it cannot express. `deadline`
     is of `time.monotonic`."""
-    if len(order.tag) > mapping.MAX_TAG:
-        raise OrderRejected(f"the tag has more than {mapping.MAX_TAG} characters")
+    if len(order.tag) > mapping.MAX_TAG_LENGTH:
+        raise OrderRejected(f"the tag has more than {mapping.MAX_TAG_LENGTH} characters")
     market = order.price_type is not PriceType.LIMIT
     if not market and order.price is None:
         raise OrderRejected("a limit order needs a price")

@@ -21,8 +21,8 @@ from berth_jobs.context import JobContext, RetryLater, use_context
 from berth_jobs.declaration import DeclaredJob, JobFunction, encode_value
 
 from worker_runtime.jobs.child_process import (
-    MAX_DETAIL,
-    MAX_TRACEBACK,
+    MAX_DETAIL_LENGTH,
+    MAX_TRACEBACK_LENGTH,
     CancelRun,
     ChildProcess,
     JobAssignment,
@@ -32,7 +32,7 @@ from worker_runtime.jobs.child_process import (
     receive_packet,
 )
 from worker_runtime.jobs.protocol.messages import (
-    MAX_RESULT,
+    MAX_RESULT_BYTES,
     Job,
     ResultTooLarge,
     UnknownJob,
@@ -43,7 +43,7 @@ from worker_runtime.protocol.errors import BerthError, MalformedMessage
 from worker_runtime.protocol.messages import Failure
 
 #: Characters of one job's output that a child with several jobs keeps.
-_MAX_OUTPUT = 16_384
+_MAX_OUTPUT_LENGTH = 16_384
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ class _AsyncJobs:
             outcome = _failed(assignment, declared, error, time.monotonic() - began)
         finally:
             _output.reset(token)
-        text = "".join(output)[-_MAX_OUTPUT:]
+        text = "".join(output)[-_MAX_OUTPUT_LENGTH:]
         with contextlib.suppress(OSError):
             packet = encode_message(msgspec.structs.replace(outcome, output=text, last=False))
             await asyncio.get_running_loop().sock_sendall(self._link, packet)
@@ -195,7 +195,7 @@ class _JobOutput:
         if written is None:
             return self._stream.write(text)
         if len(written) < 10_000:
-            written.append(text[:_MAX_OUTPUT])
+            written.append(text[:_MAX_OUTPUT_LENGTH])
         return len(text)
 
     def __getattr__(self, name: str) -> Any:
@@ -228,15 +228,15 @@ def _context(
 def _encode_result(returned: object) -> bytes:
     """Raises `ResultTooLarge`, and `TypeError` for what has no JSON."""
     value: bytes = encode_value(returned)
-    if len(value) > MAX_RESULT:
-        raise ResultTooLarge(f"{len(value)} bytes are more than {MAX_RESULT}")
+    if len(value) > MAX_RESULT_BYTES:
+        raise ResultTooLarge(f"{len(value)} bytes are more than {MAX_RESULT_BYTES}")
     return value
 
 
 def _failed(
     assignment: JobAssignment, declared: DeclaredJob | None, error: BaseException, took: float
 ) -> RunOutcome:
-    text = "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]
+    text = "".join(traceback.format_exception(error))[-MAX_TRACEBACK_LENGTH:]
     retryable, delay = isinstance(error, UnknownJob), None
     code, detail = "JOB_FAILED", f"{type(error).__name__}: {error}"
     if isinstance(error, BerthError):
@@ -249,7 +249,7 @@ def _failed(
         delay = max(0.0, float(error.retry_after))
     return RunOutcome(
         fence=assignment.fence,
-        failure=Failure(code=code, detail=detail[:MAX_DETAIL], retryable=retryable),
+        failure=Failure(code=code, detail=detail[:MAX_DETAIL_LENGTH], retryable=retryable),
         took=took,
         traceback=text,
         delay=delay,

@@ -18,9 +18,9 @@ from worker_runtime.jobs.types.deadline import TimeIsUp, deadline
 from worker_runtime.jobs.types.job_type import JobContext, JobType, RetryLater
 
 #: Bytes of an answer that are read, and seconds of the longest pause that we choose.
-_MOST, _LONGEST_PAUSE = 64 * 1024, 3600.0
+_MAX_ANSWER_BYTES, _MAX_RETRY_DELAY_S = 64 * 1024, 3600.0
 #: After these the provider has not begun with the message: too late, too early, too many, not now.
-_NOT_BEGUN = frozenset({408, 425, 429, 503})
+_NOT_BEGUN_STATUSES = frozenset({408, 425, 429, 503})
 
 
 class MessageRefused(JobFailed, code="MESSAGE_REFUSED"):
@@ -83,10 +83,10 @@ def message_job(provider: MessageProvider) -> JobType:
             return MessageReceipt(message_id=provider.message_id(answer)[:200], elapsed_ms=elapsed)
         said = f"status {status} {provider.error_code(answer)}".rstrip()
         if pause is None:
-            pause = min(kind.retry_delay * 2 ** (context.attempt - 1), _LONGEST_PAUSE)
+            pause = min(kind.retry_delay * 2 ** (context.attempt - 1), _MAX_RETRY_DELAY_S)
         if status == 401:
             raise ProviderLoginRefused(said, retry_after=pause)
-        if status in _NOT_BEGUN or (status >= 500 and kind.idempotent):
+        if status in _NOT_BEGUN_STATUSES or (status >= 500 and kind.idempotent):
             raise MessageDeferred(said, retry_after=pause)
         if status >= 500:
             raise JobOutcomeUnknown(f"{said}: the provider may have sent the message")
@@ -108,7 +108,9 @@ def post(
     from worker_runtime.jobs.types import webhook_client as client
 
     try:
-        reply = client.send_post(request.url, request.body, request.headers, outlet, _MOST)
+        reply = client.send_post(
+            request.url, request.body, request.headers, outlet, _MAX_ANSWER_BYTES
+        )
     except client.ReceiverUnreachable as error:
         if error.sent and not repeatable:
             raise JobOutcomeUnknown(

@@ -26,7 +26,7 @@ _MAX_RETRY_AFTER_S = 3600.0
 #: link-local and site-local ones.
 _IPV6_UNICAST = ipaddress.ip_network("2000::/3")
 #: Not for a host of the internet, though Python 3.11 calls them global.
-_SPECIAL = tuple(
+_SPECIAL_NETWORKS = tuple(
     map(
         ipaddress.ip_network,
         (
@@ -45,7 +45,7 @@ _SPECIAL = tuple(
 )
 #: The middle of an ISATAP address, whose end is an IPv4
 #: address (RFC 5214), with either "universal" bit.
-_ISATAP = (0x00005EFE, 0x02005EFE)
+_ISATAP_WORDS = (0x00005EFE, 0x02005EFE)
 
 
 class AddressRefused(JobFailed, code="WEBHOOK_ADDRESS_REFUSED"):
@@ -176,8 +176,8 @@ def _is_allowed(address: Address, *, plain: bool, outlet: PostOutlet) -> bool:
 
 def _is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
     if isinstance(address, ipaddress.IPv6Address) and (
-        address not in _IPV6_UNICAST or (int(address) >> 32) & 0xFFFF_FFFF in _ISATAP
+        address not in _IPV6_UNICAST or (int(address) >> 32) & 0xFFFF_FFFF in _ISATAP_WORDS
     ):
         return False
-    special = any(address in network for network in _SPECIAL)
+    special = any(address in network for network in _SPECIAL_NETWORKS)
     return address.is_global and not address.is_multicast and not special

@@ -94,7 +94,7 @@ class Claimer:
         name = claim_ledger.claim_id(self._number, claim)
         prefix = keys.pool_worker_prefix(claim_ledger.POOL)
         named = [keys.pool_ready(claim_ledger.POOL), keys.pool_claim(claim_ledger.POOL, name)]
-        return [scripts.CLAIM.sha, 2, *named, name, prefix, keys.CLAIM_TTL]
+        return [scripts.CLAIM.sha, 2, *named, name, prefix, keys.CLAIM_TTL_S]
 
     def _deliver(self, claims: list[int], workers: dict[int, int]) -> None:
         delivered = [

@@ -135,7 +135,7 @@ def _admit(number: int) -> list[Any]:
     worker = claim_ledger.worker_id(number)
     entry, free = keys.pool_worker(claim_ledger.POOL, worker), keys.pool_ready(claim_ledger.POOL)
     unused = keys.pool_claim(claim_ledger.POOL, ""), keys.pool_born(claim_ledger.POOL, "")
-    return [scripts.ADMIT_WORKER.sha, 4, entry, free, *unused, worker, "", keys.CLAIM_TTL]
+    return [scripts.ADMIT_WORKER.sha, 4, entry, free, *unused, worker, "", keys.CLAIM_TTL_S]
 
 
 def _settle(worker: int, claim: str, outcome: str) -> list[Any]:

@@ -24,7 +24,7 @@ def pop_command(act: str, number: int) -> list[Any]:
         return ["ZPOPMIN", keys.pool_ready(claim_ledger.POOL)]
     named = [keys.pool_ready(claim_ledger.POOL), keys.pool_claim(claim_ledger.POOL, f"p-{number}")]
     prefix = keys.pool_worker_prefix(claim_ledger.POOL)
-    return ["EVALSHA", scripts.CLAIM.sha, 2, *named, f"p-{number}", prefix, keys.CLAIM_TTL]
+    return ["EVALSHA", scripts.CLAIM.sha, 2, *named, f"p-{number}", prefix, keys.CLAIM_TTL_S]
 
 
 def main() -> int:

@@ -97,7 +97,7 @@ class ClaimedWorker:
             task_id=f"task-{user_id}",
             paper_exchange=exchange,
             # A broker call never takes longer than the lease, so the lease must outlast the call.
-            mark_ttl=max(keys.MARK_TTL, block + 30.0),
+            mark_ttl=max(keys.MARK_TTL_S, block + 30.0),
             mark_period=mark_period,
             pulse_timeout=block + 60.0,
             broker_timeout=block + 20.0,
@@ -128,12 +128,12 @@ class ClaimedWorker:
         commands, claim_id = self._commands, f"claim-{self.user_id}"
         until = time.monotonic() + _PATIENCE
         names = [keys.pool_ready(_POOL), keys.pool_claim(_POOL, claim_id)]
-        args = [claim_id, keys.pool_worker_prefix(_POOL), keys.CLAIM_TTL]
+        args = [claim_id, keys.pool_worker_prefix(_POOL), keys.CLAIM_TTL_S]
         entry = keys.pool_worker(_POOL, self.worker_id)
         admitting = [entry, names[0], keys.pool_claim(_POOL, ""), keys.pool_born(_POOL, "")]
         while (claimed := commands.run(CLAIM, names, args))[0] == b"empty":
             # The worker's pump does the same.
-            commands.run(ADMIT_WORKER, admitting, [self.worker_id, "", keys.CLAIM_TTL])
+            commands.run(ADMIT_WORKER, admitting, [self.worker_id, "", keys.CLAIM_TTL_S])
             if time.monotonic() > until:
                 raise ServerFailed(f"the worker was not ready within {_PATIENCE:.0f} s")
             time.sleep(0.05)

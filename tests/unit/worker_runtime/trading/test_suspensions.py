@@ -8,7 +8,7 @@ from tests.support.brokers.fake import FakeBroker, FakeMarket
 from tests.support.brokers.market_connections import MarketConnections
 from tests.support.brokers.rate_limiters import UnlimitedRateLimiter
 from worker_runtime.brokers.port import ConnectionKey
-from worker_runtime.process.clock import SECOND, Backoff, boot_ns
+from worker_runtime.process.clock import NS_PER_S, Backoff, boot_ns
 from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import Lease, SharedState, health_text
 from worker_runtime.protocol.errors import (
@@ -149,7 +149,7 @@ class BanningBroker(FakeBroker):
 
 def test_a_login_that_meets_a_ban_is_silent_as_long_as_the_record_says() -> None:
     market, state = FakeMarket(), SharedState()
-    state.lease_session = boot_ns() + 60 * SECOND
+    state.lease_session = boot_ns() + 60 * NS_PER_S
     attempts = LoginAttempts(
         lambda: lambda key, client, on_order: BanningBroker(market, "a1", client, on_order),
         client="w",

@@ -287,7 +287,7 @@ class SimulatedWorker:
     async def _push_reply(self, claim_id: str, reply: ClaimReply) -> None:
         key = keys.pool_reply(self.config.pool, self.config.worker_id, claim_id)
         proven = sealing.prove_reply(reply, self.config.launch_token)
-        await self.link.execute(("RPUSH", key, proven), ("EXPIRE", key, keys.CLAIM_TTL))
+        await self.link.execute(("RPUSH", key, proven), ("EXPIRE", key, keys.CLAIM_TTL_S))
 
     # --- work of an active one --------------------------------------------------------------------
 
@@ -361,7 +361,7 @@ class SimulatedWorker:
         call = SimulatedCall(
             ANSWER,
             keys.answering(claim.user_id, asked.request_id),
-            [item, answer, keys.ANSWER_TTL, asked.reply_to],
+            [item, answer, keys.ANSWER_TTL_S, asked.reply_to],
         )
         while True:
             try:
