@@ -302,9 +302,9 @@ def refuse_mixed_terms(new: CheckedTerms, market: MarketRule) -> None:
             f"This order closes a position, but `{new.open_close}` opens one. Use `auto` or "
             "`cover`."
         )
-    # The market's quantities belong to the rules of the other lots (an odd lot: 1 to 999 shares), so
-    # they are checked before the symbol and the account's own limit. For common lots the account's
-    # limit is reported first, so `PreTradeChecks.check` checks the market's after it.
+    # The market's quantities belong to the rules of the other lots (an odd lot: 1 to 999 shares).
+    # They are reported before a fault of the symbol and the account's own limit. For common lots
+    # the account's limit is reported first, so `PreTradeChecks.check` checks the market's after it.
     if new.lot != OrderLot.COMMON:
         refuse_quantity(new, market)
 
