@@ -197,7 +197,7 @@ class ApplicationJobs:
         row = await self.kept.find_row(job_id)
         applications = await self.registry.applications.load()
         if row is not None:
-            return row.user_id, row
+            return row.user_id, row  # the column has the tag of an application's job
         tags = [job_keys.application_tag(name) for name in applications]
         if not tags:
             return "", None

@@ -31,7 +31,7 @@ from worker_runtime.process.log import Log
 from worker_runtime.protocol.authentication import KEY_BYTES, MessageKey
 
 #: Bytes of one hash; hashlib releases the GIL for more than 2,047 of them.
-_CHUNK = 1 << 20
+_CHUNK_BYTES = 1 << 20
 
 
 class LoadtestArguments(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,7 +92,7 @@ def _spin(until: float, threads: int) -> None:
     import threading
 
     def hash_on() -> None:
-        data = bytes(_CHUNK)
+        data = bytes(_CHUNK_BYTES)
         while time.monotonic() < until:
             hashlib.sha256(data).digest()
 

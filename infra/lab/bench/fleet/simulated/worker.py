@@ -74,7 +74,7 @@ class SimulatedBehaviour:
 log = structlog.get_logger()
 
 #: Seconds until a worker tries again what Valkey did not answer.
-_RETRY = 1.0
+_RETRY_INTERVAL_S = 1.0
 
 
 class _RequestHeader(msgspec.Struct):
@@ -219,7 +219,7 @@ class SimulatedWorker:
                 log.warning(
                     "simulated.waits", worker=self.config.worker_id, error=type(error).__name__
                 )
-                await asyncio.sleep(_RETRY)
+                await asyncio.sleep(_RETRY_INTERVAL_S)
 
     async def _handle_control(self, data: bytes) -> None:
         try:
@@ -368,7 +368,7 @@ class SimulatedWorker:
                 await self.link.run(call)
                 return
             except (RedisError, OSError):  # may be repeated
-                await asyncio.sleep(_RETRY)
+                await asyncio.sleep(_RETRY_INTERVAL_S)
 
     # --- its end ----------------------------------------------------------------------------------
 
