@@ -301,8 +301,8 @@ class CallLimits(RecordPart, frozen=True, kw_only=True):
     queries_per_5s: Count
     #: When the day of `logins_per_day` begins, UTC.
     day_begins: time = time()
-    #: Seconds without a login after the broker has asked for a pause, at least: where its answer
-    #: asks for less, this counts.
+    #: Seconds of a pause that the broker asks for, at least: where its answer asks for less, this
+    #: counts. Nobody logs in during a pause.
     cool_down_s: Seconds = 0.0
 
     @property

@@ -21,13 +21,13 @@ from worker_runtime.protocol.sealing import open_message_keys, unseal
 
 #: Characters of a broker's words about a login that go into an event.
 MAX_DETAIL_LENGTH = 500
-#: Seconds between two logins of an account that the broker keeps suspended.
+#: Longest pause, in seconds, between two logins of an account if the broker asks again each time.
 MAX_PAUSE_S = 960.0
 #: Login errors that are no fault of this process: it tries again, however long that takes.
 _BROKER_AWAY = (errors.BrokerUnreachable, errors.LoginLimited, errors.LeaseLost, errors.Fenced)
 
 #: Errors with which a broker asks for a pause.
-_BANS = (errors.LoginLimited, errors.BrokerMaintenance)
+_PAUSE_ERRORS = (errors.LoginLimited, errors.BrokerMaintenance)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +81,11 @@ class AccountSession:
         #: Tries to log in: in the end about 100 an hour, of the 1,000 logins that a person has in a
         #: day.
         self.login_backoff = Backoff(login_pause, 60.0)
-        #: Logins in a row after which the broker asked for a pause.
-        self.suspensions = 0
-        #: CLOCK_MONOTONIC seconds until which the broker wants to hear nothing of this account.
-        self.quiet_until = 0.0
+        #: Pauses that the broker asked for in a row, by refusing a login.
+        self.pauses = 0
+        #: End of the pause that the broker asked for, in CLOCK_MONOTONIC seconds: until then this
+        #: account makes no call.
+        self.paused_until = 0.0
         #: Tries to list the orders of a live session.
         self.listing_backoff = Backoff(0.2, 5.0)
         #: Whether the positions were read since the login: only then are the books compared.
@@ -206,7 +207,7 @@ class AccountSession:
         self.failures = 0
         self._failing_since = None
         self.was_open = True
-        self.suspensions = 0
+        self.pauses = 0
         self.used_at = time.monotonic()
         self.login_backoff.reset()
 
@@ -218,8 +219,8 @@ class AccountSession:
             self.refused = error
             self.rejected = self.account.version, error
             return
-        self.suspensions = self.suspensions + 1 if error.retry_after else 0
-        self.login_backoff.failed(_pause_after(error, self.suspensions))
+        self.pauses = self.pauses + 1 if error.retry_after else 0
+        self.login_backoff.failed(_pause_after(error, self.pauses))
         if not self.away:
             self.failures += 1
         unreachable = isinstance(error, errors.BrokerUnreachable) and not isinstance(
@@ -233,17 +234,18 @@ class AccountSession:
             self._failing_since = time.monotonic()
 
 
-def note_cool_down(key: ConnectionKey, error: errors.BerthError) -> None:
-    """Makes the pause that a broker has asked for as long as its record says, at least."""
+def apply_min_pause(key: ConnectionKey, error: errors.BerthError) -> None:
+    """Extends the pause that a broker has asked for (the `retry_after` of its error) to the minimum
+    of its record (`cool_down_s`)."""
     plugin = installed_brokers().get(key.broker)
-    if plugin is not None and error.retry_after and isinstance(error, _BANS):
+    if plugin is not None and error.retry_after and isinstance(error, _PAUSE_ERRORS):
         error.retry_after = max(error.retry_after, plugin.record.limits.cool_down_s)
 
 
 def _pause_after(error: errors.BerthError, times: int) -> float:
     """Returns the seconds before the next login after `times` in a row for which the broker asked
-    for a pause. Doubled each time, because another call during a suspension may extend it
-    (Shioaji's manual)."""
+    for a pause. Doubled each time, because another call during a pause may extend it (Shioaji's
+    manual)."""
     if not error.retry_after:
         return 0.0
     doubled: float = error.retry_after * 2 ** (times - 1)

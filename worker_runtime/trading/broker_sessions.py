@@ -24,7 +24,7 @@ from worker_runtime.protocol.errors import (
     RateLimited,
     UnknownAccount,
 )
-from worker_runtime.trading.account_session import AccountSession, OpenedAccount, note_cool_down
+from worker_runtime.trading.account_session import AccountSession, OpenedAccount, apply_min_pause
 from worker_runtime.trading.health import HealthMonitor
 from worker_runtime.trading.login_attempts import LoginAttempts
 from worker_runtime.trading.rate_limiter import CallKind, SharedRateLimiter, WaitLimit
@@ -126,7 +126,7 @@ class BrokerSessions:
             any_login = True
             if session.broker is None:
                 self.rate_limiter.release_connections([session.account])
-                self._note_suspension(session.account, session.error)
+                self._note_pause(session.account, session.error)
             self._show_open()
         return any_login
 
@@ -250,8 +250,8 @@ class BrokerSessions:
         if session.broker is None or min(timeout, self.lease.usable()) <= 0:
             return
         until = time.monotonic() + timeout
-        if (quiet := session.quiet_until - time.monotonic()) > 0:
-            raise BrokerMaintenance("the broker asked for a pause", retry_after=quiet)
+        if (pause := session.paused_until - time.monotonic()) > 0:
+            raise BrokerMaintenance("the broker asked for a pause", retry_after=pause)
         self.rate_limiter.spend(session.account, CallKind.QUERY, self._wait_limit(timeout))
         limit = min(until - time.monotonic(), PING_TIMEOUT_S, self.lease.usable())
         if limit <= 0:
@@ -261,10 +261,10 @@ class BrokerSessions:
                 session.broker.ping(limit)
         except Exception as error:  # whatever it is, the session cannot be trusted
             if isinstance(error, BrokerMaintenance) and error.retry_after:
-                note_cool_down(session.account.key, error)
-                # Another login would be one call more, and each may extend a suspension.
-                session.quiet_until = time.monotonic() + error.retry_after
-                self._note_suspension(session.account, error)
+                apply_min_pause(session.account.key, error)
+                # Another login would be one call more, and each may extend the pause.
+                session.paused_until = time.monotonic() + error.retry_after
+                self._note_pause(session.account, error)
                 raise
             self.drop(session, type(error).__name__)
             return
@@ -354,10 +354,10 @@ class BrokerSessions:
                 return self.attempts.open(account, limit)
         except BerthError as error:
             self.rate_limiter.release_connections([account])
-            self._note_suspension(account, error)
+            self._note_pause(account, error)
             raise
 
-    def _note_suspension(self, account: OpenedAccount, error: BerthError | None) -> None:
+    def _note_pause(self, account: OpenedAccount, error: BerthError | None) -> None:
         """Passes on a pause that the broker asks for, so that no other account of the person and no
         successor of this worker logs in meanwhile. A refused SDK version does not concern the
         person, so it is not noted."""
@@ -368,7 +368,7 @@ class BrokerSessions:
             and asks
             and not isinstance(error, BrokerVersionRefused)
         ):
-            self.rate_limiter.note_suspension(account, error.retry_after)
+            self.rate_limiter.note_pause(account, error.retry_after)
 
     def _reserve(self, account: OpenedAccount, timeout: float, wait: float) -> float:
         """Takes the room for one login, after at most `wait`; returns the seconds it may take."""

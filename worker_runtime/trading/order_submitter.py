@@ -151,7 +151,7 @@ def flush_and_check_switch(
                     "The order was not submitted, because Valkey has restarted and does not yet "
                     "know whether trading is allowed. Try again with a new id."
                 )
-            broker_calls.pause(item)
+            broker_calls.await_next_check(item)
             continue
         check_switch(send_buffer.switch, request)  # once more: a reconnect may have taken seconds
         if broker_calls.grant_is_fresh:

@@ -31,9 +31,9 @@ from worker_runtime.protocol.errors import BerthError, LoginLimited, RateLimited
 from worker_runtime.protocol.installed_brokers import installed_brokers
 from worker_runtime.protocol.launch import BrokerLimits, WorkerConfig
 from worker_runtime.protocol.scripts import (
+    NOTE_PAUSE,
     RENEW_CONNECTIONS,
     SPEND_BUDGET,
-    SUSPEND_LOGINS,
     TAKE_CONNECTION,
     Script,
 )
@@ -214,7 +214,7 @@ class SharedRateLimiter:
             self.release_connections([account])
             raise
 
-    def note_suspension(self, account: OpenedAccount, first_pause_s: float) -> None:
+    def note_pause(self, account: OpenedAccount, first_pause_s: float) -> None:
         """Has nobody log in for the account's person for a while, since the broker has asked for
         that. Never raises."""
         arguments = [
@@ -224,7 +224,7 @@ class SharedRateLimiter:
         ]
         for owner in self._person(account):
             try:
-                self._client.run(SUSPEND_LOGINS, [keys.budget(owner.name, "since")], arguments)
+                self._client.run(NOTE_PAUSE, [keys.budget(owner.name, "since")], arguments)
             except ValkeyFailed as error:
                 self._log.warning("suspension_not_noted", code=error.code, reason=error.detail)
                 return

@@ -28,8 +28,8 @@ Redactor = Callable[[str], str]
 
 #: An HTTP status as a word of its own: `status 451`, `StatusCode: 451, Detail: …`, `503: …`.
 _STATUS = re.compile(r"(?<![\w.-])[45]\d\d(?![^\s:,.;)]|\.\d)")
-#: Seconds without any call that the manual asks for after a 503 that suspends a person.
-SUSPENSION_S = 60.0
+#: Seconds of the pause, without any call, that the manual asks for after a 503.
+PAUSE_S = 60.0
 #: Seconds between two logins with a version of the SDK that the broker refuses.
 REFUSED_VERSION_RETRY_INTERVAL_S = 3600.0
 #: What the real broker keeps of our tag.
@@ -120,7 +120,7 @@ def login_error(error: BaseException) -> errors.BrokerError:
     if "update the version" in said.lower():
         return errors.BrokerVersionRefused(text, retry_after=REFUSED_VERSION_RETRY_INTERVAL_S)
     if status == 503:  # maintenance, or the ban of a minute after too many calls
-        return errors.LoginLimited(text, retry_after=SUSPENSION_S)
+        return errors.LoginLimited(text, retry_after=PAUSE_S)
     if is_stale_signature(error):
         return errors.BrokerClockRefused(text)
     if names & _REFUSES_LOGIN:
@@ -169,7 +169,7 @@ def query_error(error: BaseException, blank: Redactor = str) -> errors.BrokerErr
     if "AuthError" in _class_names(error):
         return errors.SessionDown(text)
     if status_of(error) == 503:
-        return errors.BrokerMaintenance(text, retry_after=SUSPENSION_S)
+        return errors.BrokerMaintenance(text, retry_after=PAUSE_S)
     return errors.BrokerUnreachable(text)
 
 

@@ -84,13 +84,13 @@ class FcmProvider:
         form = {"grant_type": _GRANT, "assertion": self._assertion()}
         headers = {"Content-Type": "application/x-www-form-urlencoded"}
         request = ProviderRequest(self.outlet.token_uri, headers, urlencode(form).encode())
-        status, answer, pause = post(request, self.outlet, repeatable=True)
+        status, answer, retry_after = post(request, self.outlet, repeatable=True)
         token, life = answer.get("access_token"), answer.get("expires_in")
         if status == 200 and isinstance(token, str) and isinstance(life, int):
             self._token, self._valid_until = token, time.monotonic() + life - _RENEW_MARGIN_S
             return token
         if status == 429 or status >= 500:
-            raise MessageDeferred(f"the login: status {status}", retry_after=pause)
+            raise MessageDeferred(f"the login: status {status}", retry_after=retry_after)
         raise ProviderLoginRefused(f"the login: status {status}")
 
     def _assertion(self) -> str:

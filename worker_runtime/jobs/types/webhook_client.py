@@ -122,10 +122,10 @@ def send_post(
             connected = True
             connection.request("POST", path, body, headers)
             with connection.getresponse() as response:
-                pause = _seconds(response.headers.get("Retry-After", ""))
+                retry_after = _seconds(response.headers.get("Retry-After", ""))
                 return WebhookReply(
                     response.status,
-                    pause,
+                    retry_after,
                     response.read(max_answer_bytes) if max_answer_bytes else b"",
                 )
     except ssl.SSLCertVerificationError as error:
@@ -147,12 +147,12 @@ def _seconds(after: str) -> float | None:
     date."""
     try:
         if after.isascii() and after.isdigit():
-            pause = float(after)
+            retry_after = float(after)
         else:
-            pause = max(0.0, parsedate_to_datetime(after).timestamp() - time.time())
+            retry_after = max(0.0, parsedate_to_datetime(after).timestamp() - time.time())
     except (ValueError, OverflowError):
         return None
-    return pause if pause <= _MAX_RETRY_AFTER_S else None
+    return retry_after if retry_after <= _MAX_RETRY_AFTER_S else None
 
 
 def _addresses(host: str, port: int, *, plain: bool, outlet: PostOutlet) -> list[Address]:
