@@ -68,7 +68,8 @@ class BrokerCheck:
     def __init__(
         self, request: CheckRequest, open_broker: OpenBroker, report: Callable[[CheckStep], None]
     ) -> None:
-        """`open_broker` makes an unconnected session; `report` gets each step as it ends."""
+        """Takes `open_broker`, which makes an unconnected session, and `report`, which gets each
+        step as it ends."""
         self._request = request
         self._open = open_broker
         self._report = report
@@ -357,7 +358,7 @@ class BrokerCheck:
         return f"{filled} of {ordered} were filled and are yours, the rest is cancelled"
 
     def _shown(self, placed: BrokerOrder) -> dict[str, Any]:
-        """The SDK's own fields of an order, where there is an SDK."""
+        """Returns the SDK's own fields of an order; empty for a broker without an SDK."""
         return self._probe.show(placed.broker_order_id, _CALL_TIMEOUT_S) if self._is_shioaji else {}
 
     def _check_nothing_left(self) -> str:
@@ -439,8 +440,8 @@ class BrokerCheck:
     def _await(
         self, placed: BrokerOrder, enough: Callable[[BrokerOrder], bool], goal: str
     ) -> BrokerOrder:
-        """The order as the broker's list shows it once that is enough.
-        Raises `StepFailed` if it never is."""
+        """Returns the order as the broker's list shows it, as soon as that is enough. Raises
+        `StepFailed` if it never is."""
         until = time.monotonic() + self._request.patience_s
         while True:
             listed = self._session.orders(_CALL_TIMEOUT_S).orders

@@ -285,7 +285,7 @@ class PaperConnection:
 def open_session(
     key: ConnectionKey, client: str, on_order: OnOrderChanged, options: Mapping[str, str]
 ) -> "PaperBroker":
-    """Return an unconnected session. Raises `BrokerError` without the exchange's address."""
+    """Returns an unconnected session. Raises `BrokerError` if the exchange's address is missing."""
     address = options.get("address") or options.get("paper_exchange", "")
     if not address:
         raise BrokerError("this worker does not know where the paper exchange is")
@@ -305,7 +305,7 @@ class PaperBroker:
         self._closed = False
 
     def login(self, credentials: Credentials, timeout: float) -> None:
-        """May be repeated after a failure. Raises `LoginRejected`, `LoginLimited`,
+        """Logs in; may be repeated after a failure. Raises `LoginRejected`, `LoginLimited` or
         `BrokerUnreachable`."""
         if self._closed:
             raise SessionDown("this broker session was closed")
@@ -394,8 +394,8 @@ class PaperBroker:
         )
 
     def instruments(self, timeout: float) -> Iterator[Instrument]:
-        """The exchange's list, page by page. A list that changes meanwhile may lack what it has
-        anew, and no code comes twice."""
+        """Yields the exchange's list, page by page. If it changes meanwhile, new instruments may be
+        missing; no code comes twice."""
         after = ""
         while True:
             page = self._ask(partial(wire.ListExchangeInstruments, after=after), timeout)
@@ -413,7 +413,7 @@ class PaperBroker:
         self._ask(wire.ExchangePing, timeout)
 
     def reference_price(self, symbol: str) -> Decimal | None:
-        """The exchange has none: the price of the session's last fill stands for it."""
+        """Returns the price of the session's last fill: the exchange has no reference price."""
         return self._link.last_prices.get(symbol) if self._link is not None else None
 
     def alive(self) -> bool:

@@ -96,7 +96,7 @@ def load_sdk() -> Any:
 def open_session(
     key: ConnectionKey, client: str, on_order: OnOrderChanged, options: Mapping[str, str]
 ) -> "ShioajiBroker":
-    """Return an unconnected session. The SDK is loaded by its first login."""
+    """Returns an unconnected session. The SDK is loaded by its first login."""
     return ShioajiBroker(key, on_order)
 
 
@@ -241,8 +241,9 @@ class ShioajiBroker:
         return self._call_once(timeout, submit)
 
     def reference_price(self, symbol: str) -> Decimal | None:
-        """The contract's; None if it is not of today in Taipei, as in an old session. The contract
-        itself has no price: that is in its info, which the SDK loads when it is first asked for."""
+        """Returns the contract's reference price; None if that is not of today in Taipei, as in an
+        old session. The price is in the contract's info, which the SDK loads when it is first
+        asked for."""
         api, today = (
             self._api,
             time.strftime("%Y-%m-%d", time.gmtime(time.time() + _TAIPEI_OFFSET_S)),
@@ -295,7 +296,9 @@ class ShioajiBroker:
         return self._change(broker_order_id, timeout, change, fresh=quantity is not None)
 
     def orders(self, timeout: float) -> Listing:
-        """In simulation a session does not see the orders of earlier ones (Sinotrade/Shioaji #218),
+        """Returns today's orders.
+
+        In simulation a session does not see the orders of earlier ones (Sinotrade/Shioaji #218),
         so absence proves nothing. It is not documented whether last night's orders are listed after
         midnight, nor when positions include a fill: neither is relied on."""
         api, account = self._session()
@@ -331,7 +334,7 @@ class ShioajiBroker:
         return mapping.margin_of(self._query(timeout, lambda: api.margin(account, timeout=limit)))
 
     def instruments(self, timeout: float) -> Iterator[Instrument]:
-        """The contracts that accounts of this type trade, as the SDK has loaded them."""
+        """Yields the contracts that accounts of this type trade, as the SDK has loaded them."""
         api, _ = self._session()
         remaining_ms = sdk.to_milliseconds(timeout - _RETURN_MARGIN_S)
 
@@ -351,8 +354,8 @@ class ShioajiBroker:
         self._warn_of_certificate()
 
     def alive(self) -> bool:
-        """False once the session-down callback has come.
-        The SDK misses some ends, which the ping finds."""
+        """Returns False once the session-down callback has come. The SDK misses some ends, which
+        the ping finds."""
         return self._down is None and self._api is not None
 
     def close(self) -> None:
@@ -390,8 +393,8 @@ class ShioajiBroker:
         self._warn_of_certificate()
 
     def certificate_ends_ms(self) -> int:
-        """Unix ms at which the active certificate expires;
-        0: there is none, or the SDK does not say."""
+        """Returns the Unix ms at which the active certificate expires; 0 if there is none, or if
+        the SDK does not say."""
         return int(self._certificate_ends * 1000) if math.isfinite(self._certificate_ends) else 0
 
     def _certificate_days(self) -> float:
@@ -413,12 +416,12 @@ class ShioajiBroker:
         return self._key.broker_type
 
     def native(self) -> tuple[Any, Any, Any]:
-        """The SDK's client, account and module, for a look past this adapter."""
+        """Returns the SDK's client, account and module, for a look past this adapter."""
         return *self._session(), self._load()
 
     def blanked(self, value: Any) -> Any:
-        """A value of the SDK as plain data,
-        without credentials and ids of the person or the account."""
+        """Returns a value of the SDK as plain data, without credentials and without ids of the
+        person or the account."""
         if value is None or isinstance(value, bool | int | float):
             return value
         text = self._blank(str(getattr(value, "value", value)))
@@ -472,7 +475,7 @@ class ShioajiBroker:
     def _quantity_argument(
         self, trade: Any, quantity: int, confirmed: Sequence[ConfirmedQuantityChange]
     ) -> int:
-        """What `update_order` takes as `qty` to make this the order's total quantity."""
+        """Returns the `qty` with which `update_order` makes this the order's total quantity."""
         order = mapping.order_of(trade)
         lot, futures = mapping.lot_of(trade), self._key.broker_type == "futures"
         version = self._load().__version__
@@ -513,7 +516,8 @@ class ShioajiBroker:
     def _find_working(
         self, api: Any, account: Any, broker_order_id: str, deadline: float, fresh: bool
     ) -> Any:
-        """The SDK's object of a working order. Whatever this raises, nothing was changed."""
+        """Returns the SDK's object of a working order. Whatever this raises, nothing was
+        changed."""
         try:
             trade = sdk.find_trade(api, account, broker_order_id, deadline, fresh=fresh)
         except Exception as error:
@@ -530,8 +534,8 @@ class ShioajiBroker:
         return trade
 
     def _choose_account(self, accounts: list[Any]) -> Any:
-        """The account of this connection: the one with its id, or where none is given the only one
-        of its type."""
+        """Returns the account of this connection: the one with its id or, if none is given, the
+        only one of its type."""
         kind = _ACCOUNT_CLASSES[self._key.broker_type]
         of_type = [account for account in accounts if account.account_type.name == kind]
         named = [account for account in of_type if account.account_id == self._key.at_broker]
@@ -559,8 +563,9 @@ class ShioajiBroker:
             _refused_tokens.add(self._key)
 
     def _is_ours(self, trade: Any) -> bool:
-        """Some trades name no account (Sinotrade/Shioaji #22): then the kind of their contract
-        decides, unless the login has several accounts for it."""
+        """Returns True if a trade is of this account. Some trades name no account
+        (Sinotrade/Shioaji #22): then the kind of their contract decides, unless the login has
+        several accounts for it."""
         owner = trade.order.account
         if owner is not None:
             return bool(owner.account_id == self._account.account_id)

@@ -96,7 +96,7 @@ def _warrants(api: Any, run: RunWork) -> Iterator[Instrument]:
 
 
 def _instrument_of(kind: str, base: Any, info: Any) -> Instrument | None:
-    """The instrument of a contract; None if its terms do not say what a lot is worth."""
+    """Returns the instrument of a contract; None if its terms do not say what a lot is worth."""
     if kind == "STK":
         return _share_of(base, info)
     multiplier = _number(info.multiplier) or _number(info.contract_size)
@@ -152,7 +152,7 @@ def _warrant_of(info: Any) -> Instrument:
 
 
 def _prices(info: Any) -> dict[str, Any]:
-    """Reference and limits; an upper limit below the lower one, or the reference, says nothing."""
+    """Returns the reference price and the limits; no limits if the upper one is below the lower."""
     reference = _number(info.reference)
     up, down = _number(info.limit_up), _number(info.limit_down)
     if up is not None and down is not None and up < down:
@@ -161,7 +161,7 @@ def _prices(info: Any) -> dict[str, Any]:
 
 
 def _number(value: Any) -> Decimal | None:
-    """A positive number of the SDK; None for 0, which it has where it knows none."""
+    """Returns a positive number of the SDK; None for 0, which it has where it knows none."""
     if value is None or not math.isfinite(value) or value <= 0:
         return None
     return Decimal(int(value)) if value == int(value) else Decimal(repr(value))

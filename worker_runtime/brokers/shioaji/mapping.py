@@ -108,7 +108,7 @@ def redactor_of(credentials: Credentials) -> Redactor:
 
 
 def login_error(error: BaseException) -> errors.BrokerError:
-    """What an error of the constructor, the login or the certificate means.
+    """Returns the port's error for one of the constructor, the login or the certificate.
 
     Its text stays here, but for an HTTP status: it may quote credentials, even in other words.
     """
@@ -239,7 +239,8 @@ def _quantity_of(order: Any, status: Any, word: str, filled: int) -> tuple[int, 
 
 
 def positions_of(listed: Iterable[Any]) -> list[Position]:
-    """`list_positions` of a futures account: lots, with a direction instead of a sign."""
+    """Returns the positions of a futures account from `list_positions`: lots, with a direction
+    instead of a sign."""
     return [
         Position(
             symbol=str(position.code),
@@ -251,7 +252,8 @@ def positions_of(listed: Iterable[Any]) -> list[Position]:
 
 
 def stock_positions_of(listed: Iterable[Any]) -> list[Position]:
-    """`list_positions(unit=Share)`: shares, each condition by itself (see `CONDITION_OF`)."""
+    """Returns the positions of a stock account from `list_positions(unit=Share)`: shares, each
+    condition by itself (see `CONDITION_OF`)."""
     return [
         Position.of_shares(
             str(position.code),
@@ -270,14 +272,14 @@ def _signed(position: Any) -> int:
 
 
 def balance_of(account_balance: Any) -> Balance:
-    """`account_balance` of a stock account:
-    settled money, all of it available as far as the SDK says."""
+    """Returns the balance of a stock account from `account_balance`: settled money, all of it
+    available as far as the SDK says."""
     money = price_of(account_balance.acc_balance)
     return Balance(currency="TWD", cash=money, available=money)
 
 
 def margin_of(margin: Any) -> Balance:
-    """`margin` of a futures account."""
+    """Returns the balance of a futures account from `margin`."""
     return Balance(
         currency="TWD",
         cash=price_of(margin.today_balance),
@@ -286,8 +288,8 @@ def margin_of(margin: Any) -> Balance:
 
 
 def fill_of(order_id: str, sequence: str, quantity: int, price: float, at: float) -> Fill:
-    """One deal. The sequence is the exchange's, in simulation counted anew for every order, so the
-    order's id belongs to the fill's id. `at` is Unix seconds."""
+    """Returns the fill of a deal. The sequence is the exchange's, in simulation counted anew for
+    every order, so the order's id belongs to the fill's id. `at` is Unix seconds."""
     return Fill(
         fill_id=f"{order_id}-{sequence}",
         quantity=int(quantity),
@@ -305,9 +307,9 @@ def action_of(side: Side) -> str:
 
 
 def price_type_of(name: str, price: float) -> PriceType:
-    """Range market orders (MKP) count as market orders: neither has a price of its own.
-    An event of a changed or cancelled futures order names what was done instead (UPL, CXQ
-    …): there the price tells."""
+    """Returns the price type. Range market orders (MKP) count as market orders: neither has a price
+    of its own. An event of a changed or cancelled futures order names what was done instead (UPL,
+    CXQ …): there the price tells."""
     return (
         PriceType.LIMIT
         if name == "LMT" or (price and name not in ("MKT", "MKP"))
@@ -321,17 +323,17 @@ def price_of(value: float) -> Decimal:
 
 
 def _enum_value(name: Any) -> str:
-    """The text of one of the SDK's enums; "" for None."""
+    """Returns the text of one of the SDK's enums; "" for None."""
     return "" if name is None else str(getattr(name, "value", name))
 
 
 def security_of(contract: Any) -> str:
-    """STK, WRT, FUT or OPT; "" if the contract does not say."""
+    """Returns STK, WRT, FUT or OPT; "" if the contract does not say."""
     return _enum_value(getattr(contract, "security_type", None))
 
 
 def lot_of(trade: Any) -> OrderLot:
-    """The lot of an order that the SDK lists; a contract has none."""
+    """Returns the lot of an order that the SDK lists; a contract has none."""
     name = _enum_value(trade.order.order_lot)
     return next((lot for lot, word in LOTS.items() if word == name), OrderLot.COMMON)
 

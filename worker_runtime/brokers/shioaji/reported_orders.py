@@ -35,7 +35,7 @@ class ReportedOrders:
     """Orders of one account by Shioaji's id. Safe to use from several threads."""
 
     def __init__(self, blank: mapping.Redactor = str) -> None:
-        """`blank` removes secrets from what the SDK says of an order."""
+        """Takes `blank`, which removes secrets from what the SDK says of an order."""
         self._blank = blank
         self._lock = threading.Lock()
         self._orders: dict[str, BrokerOrder] = {}
