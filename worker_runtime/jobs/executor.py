@@ -10,8 +10,8 @@ import msgspec
 from worker_runtime.jobs.child_pool import ChildPool, JobChild, JobRun, NotForked, RunningJobs
 from worker_runtime.jobs.child_process import (
     MAX_PROGRESS_BYTES,
-    JobAssignment,
     RunOutcome,
+    StartRun,
     bounded,
     encode_message,
     read_report,
@@ -177,7 +177,7 @@ class JobExecutor:
         """Sends a job to a child, or to a second one if the first has just ended. Raises
         `NotForked`."""
         packet = encode_message(
-            JobAssignment(
+            StartRun(
                 fence=claimed.fence,
                 attempt=claimed.attempt,
                 job=msgspec.Raw(claimed.body),

@@ -159,7 +159,7 @@ class SharedRateLimiter:
         self._asked_at = 0.0
         self._granted_at = 0.0
         self._renewed_at = 0.0
-        self._lost_seen = shared_state.owner_missing
+        self._owner_missing_seen = shared_state.owner_missing
 
     def grant_is_fresh(self) -> bool:
         """Returns True if the last granted call may still be sent."""
@@ -238,13 +238,13 @@ class SharedRateLimiter:
 
         Called about once a second; never raises.
         """
-        lost = self._shared_state.owner_missing
+        owner_missing = self._shared_state.owner_missing
         if (
-            lost == self._lost_seen
+            owner_missing == self._owner_missing_seen
             and time.monotonic() - self._renewed_at < CONNECTION_RENEW_INTERVAL_S
         ):
             return
-        self._lost_seen = lost
+        self._owner_missing_seen = owner_missing
         self._renewed_at = time.monotonic()
         self._renew_leases(open_accounts, CONNECTION_LEASE_S)
 
