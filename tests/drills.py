@@ -238,15 +238,16 @@ DRILLS = (
     ),
     DrillGroup(
         "a flood in Valkey",
-        ("tests/redteam/test_memory_flood.py",),
+        ("tests/redteam/test_fleet_flood.py", "tests/redteam/test_memory_flood.py"),
         (
             "activities/events/cut_off.py",
             "activities/events/pump.py",
             "activities/events/quota_watcher.py",
+            "infra/valkey/job_users.py",
             "infra/valkey/worker_users.py",
             "worker_runtime/protocol/lua/workers/",
         ),
-        160,
+        200,
     ),
     DrillGroup(
         "restore",

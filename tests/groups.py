@@ -34,6 +34,8 @@ UNITS = {
     "tests/e2e/test_versions.py": "e2e-versions",
     "tests/e2e/test_worker_users.py": "e2e-worker-users",
     "tests/e2e/": "e2e-system",
+    "tests/redteam/test_fleet_flood.py": "redteam-floods",
+    "tests/redteam/test_memory_flood.py": "redteam-floods",
     "tests/redteam/test_takeover.py": "redteam-system",
     "tests/redteam/test_worker_login.py": "redteam-system",
     "tests/compose/": "compose",
@@ -44,7 +46,7 @@ UNITS = {
 #: Busy units, in the order in which they begin, the longest first: by name or by path.
 BUSY = (
     "compose",
-    "tests/redteam/test_memory_flood.py",
+    "redteam-floods",
     "e2e-system",
     "docker",
     "tests/integration/bench/test_bench.py",
@@ -94,7 +96,7 @@ MAX_BUSY_UNITS = max(2, os.cpu_count() or 2)
 #: Busy units that keep two cores busy, or compare what a user waits for with and without a fault.
 DOUBLE = (
     "compose",  # twenty containers and their health checks
-    "tests/redteam/test_memory_flood.py",
+    "redteam-floods",
     "tests/chaos/test_drill.py",  # fifty workers, replaced in minutes
     "e2e-worker-users",
     "e2e-silent-connections",

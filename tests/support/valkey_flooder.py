@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import hiredis
 
@@ -58,7 +58,8 @@ def main(url: str, kind: str, user_id: str, worker_id: str, seconds: float) -> N
     parts, batch = urlsplit(url), commands_of(kind, user_id, worker_id)
     until, began, sent, refused_at = time.monotonic() + seconds, time.monotonic(), 0, None
     numbers = itertools.count()
-    login = hiredis.pack_command(("AUTH", parts.username or "", parts.password or ""))  # type: ignore[arg-type]
+    name, password = unquote(parts.username or ""), unquote(parts.password or "")
+    login = hiredis.pack_command(("AUTH", name, password))  # type: ignore[arg-type]
     while time.monotonic() < until:
         try:
             with socket.create_connection(

@@ -123,9 +123,13 @@ def run_units(units: dict[str, int], processes: int) -> list[list[str]]:
     return rounds
 
 
+def module_of(unit: str) -> str:
+    return next((path for path, name in UNITS.items() if name == unit), unit)
+
+
 #: Modules whose units take one place, and two.
-SINGLE_MODULES = [unit for unit in SINGLE if unit.startswith("tests/")]
-DOUBLE_MODULES = [unit for unit in DOUBLE if unit.startswith("tests/")]
+SINGLE_MODULES = [module_of(unit) for unit in SINGLE]
+DOUBLE_MODULES = [module_of(unit) for unit in DOUBLE]
 
 
 @pytest.mark.parametrize("processes", [2, 3])

@@ -8,6 +8,7 @@ changes. What is linear grows by 4, what is quadratic by 16.
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -78,6 +79,9 @@ def test_a_pass_of_maintenance_grows_with_the_fleet_and_not_faster(bench_folder:
     assert ratio <= MOST_TIMES, (few["quiet_work"], many["quiet_work"])
 
 
+#: Measurements of which the median counts: on a busy machine, the CPU times of two of them differ
+#: threefold.
+TRIES = 3
 #: Claims from each pool, and how many times bare ZPOPMIN one may cost Valkey.
 CLAIMS, MOST_TIMES_FLOOR = 300, 15
 
@@ -86,13 +90,17 @@ async def test_a_claim_costs_the_same_in_a_small_pool_and_in_a_large_one(
     valkey_client: Redis,
 ) -> None:
     """By Valkey's own CPU time, compared with bare ZPOPMIN from a pool of the same size."""
-    few, many = [await _cost_of_claims(valkey_client, size) for size in (WORKERS, TIMES * WORKERS)]
+    few, many = [
+        statistics.median([await _cost_of_claims(valkey_client, size) for _ in range(TRIES)])
+        for size in (WORKERS, TIMES * WORKERS)
+    ]
     assert many <= 2 * few, (few, many)
     assert many <= MOST_TIMES_FLOOR, (few, many)
 
 
 async def _cost_of_claims(client: Redis, size: int) -> float:
     """Return what a claim costs, in units of a bare ZPOPMIN."""
+    await client.flushall()
     pool = f"pool-{size}"
     workers = {f"p-{number}": number for number in range(size)}
     async with client.pipeline(transaction=False) as pipe:
@@ -129,7 +137,10 @@ def test_a_job_costs_the_same_in_a_short_queue_and_in_a_long_one(
     """By Valkey's own CPU time, next to bare RPUSH and LPOP of one list."""
     harness = QueueHarness(valkey_server.url)
     try:
-        few, many = [_cost_of_jobs(harness, waiting) for waiting in (FEW_JOBS, MANY_JOBS)]
+        few, many = [
+            statistics.median([_cost_of_jobs(harness, waiting) for _ in range(TRIES)])
+            for waiting in (FEW_JOBS, MANY_JOBS)
+        ]
     finally:
         harness.client.execute("FLUSHALL")
         harness.close()
@@ -172,22 +183,27 @@ async def test_an_order_is_queued_for_the_same_behind_few_and_behind_many_orders
     valkey_client: Redis,
 ) -> None:
     """By Valkey's own CPU time, next to a bare RPUSH."""
-    queue = RequestQueue(valkey_client, SECRETS)
-    costs = []
-    for waiting in (FEW_ORDERS, MANY_ORDERS):
-        user = f"user-{waiting}"
-        for number in range(waiting):
-            await queue.enqueue(_place(user, f"waits-{number}"), time.monotonic() + 60.0)
-        before = await _cpu_seconds(valkey_client)
-        for number in range(QUEUED_ORDERS):
-            await queue.enqueue(_place(user, f"next-{number}"), time.monotonic() + 60.0)
-        between = await _cpu_seconds(valkey_client)
-        for _ in range(QUEUED_ORDERS):
-            await valkey.reply_of(valkey_client.rpush(f"floor-{waiting}", "order"))
-        costs.append((between - before) / (await _cpu_seconds(valkey_client) - between))
-    few, many = costs
+    few, many = [
+        statistics.median([await _cost_of_queueing(valkey_client, waiting) for _ in range(TRIES)])
+        for waiting in (FEW_ORDERS, MANY_ORDERS)
+    ]
     assert many <= 2 * few, (few, many)
     assert many <= MOST_TIMES_FLOOR, (few, many)
+
+
+async def _cost_of_queueing(client: Redis, waiting: int) -> float:
+    """Return what it costs to queue an order, in units of a bare RPUSH."""
+    await client.flushall()
+    queue = RequestQueue(client, SECRETS)
+    for number in range(waiting):
+        await queue.enqueue(_place("user", f"waits-{number}"), time.monotonic() + 60.0)
+    before = await _cpu_seconds(client)
+    for number in range(QUEUED_ORDERS):
+        await queue.enqueue(_place("user", f"next-{number}"), time.monotonic() + 60.0)
+    between = await _cpu_seconds(client)
+    for _ in range(QUEUED_ORDERS):
+        await valkey.reply_of(client.rpush("floor", "order"))
+    return (between - before) / (await _cpu_seconds(client) - between)
 
 
 async def test_an_order_is_accepted_for_the_same_after_few_and_after_many_orders(
