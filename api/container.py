@@ -77,9 +77,9 @@ from infra.worker_calls.client import WorkerClient
 #: Seconds a command may take before Valkey counts as down: as in the orchestrator. A Valkey that is
 #: gone is found out at once; only one that stands still is waited for, and a busy host does so for
 #: 2 to 3 s.
-VALKEY_TIMEOUT = 5.0
+VALKEY_TIMEOUT_S = 5.0
 #: Connections to Valkey: as many commands as can be under way at once in one process.
-VALKEY_CONNECTIONS = 256
+MAX_VALKEY_CONNECTIONS = 256
 #: Seconds that the start waits for the first look at the schema.
 SCHEMA_TIMEOUT_S = 10.0
 
@@ -109,7 +109,9 @@ class Services:
         #: 2 s.
         self.statistics = Turns(1, 2.0)
         self.valkey = valkey.connect_valkey(
-            settings.valkey_url, socket_timeout=VALKEY_TIMEOUT, max_connections=VALKEY_CONNECTIONS
+            settings.valkey_url,
+            socket_timeout=VALKEY_TIMEOUT_S,
+            max_connections=MAX_VALKEY_CONNECTIONS,
         )
         self.schema = SchemaCheck(settings.database_url)
         self.authenticator = Authenticator(self._find_caller, settings.api_key_cache)

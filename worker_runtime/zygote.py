@@ -15,22 +15,22 @@ from dataclasses import dataclass, field
 
 from worker_runtime.brokers.port import BrokerFactory
 from worker_runtime.process import kernel
-from worker_runtime.process.clock import SECOND, wall_ms
+from worker_runtime.process.clock import NS_PER_S, wall_ms
 from worker_runtime.process.doorbell import JOB_RUNNER_WANTED
 from worker_runtime.process.log import Log
-from worker_runtime.process.replacement import MAX_REPLACEMENTS, REPLACEMENT_WINDOW, CrashCounter
+from worker_runtime.process.replacement import MAX_REPLACEMENTS, REPLACEMENT_WINDOW_S, CrashCounter
 from worker_runtime.process.shared_state import SharedState, WorkerActivity
 from worker_runtime.process.supervisor import Supervisor
 from worker_runtime.protocol.launch import ExitCode, WorkerConfig
 from worker_runtime.session.session import Session
 
-_STOP = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
-_WAITED = _STOP | {signal.SIGCHLD, JOB_RUNNER_WANTED}
+_STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+_WAITED_SIGNALS = _STOP_SIGNALS | {signal.SIGCHLD, JOB_RUNNER_WANTED}
 #: Seconds the supervisor gets to remove the mark: one connect and two commands.
 _STOP_TIMEOUT_S = 4.0
 #: For glibc's resolver, which waits 5 s twice for each name server by default: a name server that
 #: is down must not stop the pulse of a healthy session or a renewal.
-_LOOKUPS = "timeout:1 attempts:2"
+_RESOLVER_OPTIONS = "timeout:1 attempts:2"
 #: More ends of one process within `_CRASH_WINDOW_S` seconds are a crash loop (a user's session is
 #: replaced less often, see `replacement.py`).
 _MAX_CRASHES = 5
@@ -66,7 +66,7 @@ class Zygote:
         self._supervisor = ForkedProcess("supervisor", self.supervisor_main, self._supervisor_ended)
         self._session = ForkedProcess("session", self.session_main, self._session_ended)
         self._jobs = ForkedProcess("jobs", self.jobs_main, self._jobs_ended)
-        self._replacements = CrashCounter(MAX_REPLACEMENTS, REPLACEMENT_WINDOW)
+        self._replacements = CrashCounter(MAX_REPLACEMENTS, REPLACEMENT_WINDOW_S)
         #: Set once: the code with which the whole worker ends.
         self._end: ExitCode | None = None
         self._kill_at: float | None = None
@@ -77,8 +77,8 @@ class Zygote:
         kernel.forbid_privileges()
         kernel.adopt_orphans()
         kernel.rename_process("berth-zygote")
-        os.environ.setdefault("RES_OPTIONS", _LOOKUPS)
-        signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED)
+        os.environ.setdefault("RES_OPTIONS", _RESOLVER_OPTIONS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED_SIGNALS)
         gc.collect()
         gc.freeze()  # the children's collectors leave these pages alone, so they stay shared
         self._fork_session()
@@ -161,7 +161,7 @@ class Zygote:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
             # SIGTERM stays blocked until the child has its handler.
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _WAITED - {signal.SIGTERM})
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _WAITED_SIGNALS - {signal.SIGTERM})
             code = child.main()
         except BaseException as error:
             self._log.crash(f"{child.name}_crashed", error)
@@ -170,10 +170,10 @@ class Zygote:
 
     def _await_signal(self) -> None:
         wait = 3600.0 if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
-        received = signal.sigtimedwait(_WAITED, wait)
+        received = signal.sigtimedwait(_WAITED_SIGNALS, wait)
         if received is not None and received.si_signo == JOB_RUNNER_WANTED:
             self._fork_jobs()
-        elif received is not None and received.si_signo in _STOP:
+        elif received is not None and received.si_signo in _STOP_SIGNALS:
             self._log.info("stop_requested", signal=signal.Signals(received.si_signo).name)
             self._stop_session(ExitCode.OK)
 
@@ -226,7 +226,7 @@ class Zygote:
         again."""
         if self._replacements.add_and_check():
             self._log.error(
-                "session_replaced_too_often", limit=MAX_REPLACEMENTS, window_s=REPLACEMENT_WINDOW
+                "session_replaced_too_often", limit=MAX_REPLACEMENTS, window_s=REPLACEMENT_WINDOW_S
             )
             self._lose_session()
         else:
@@ -257,7 +257,7 @@ class Zygote:
                     "job_runners_paused", limit=_MAX_CRASHES, pause_s=_JOB_RUNNER_PAUSE_S
                 )
                 self._shared_state.jobs_not_before = time.monotonic_ns() + int(
-                    _JOB_RUNNER_PAUSE_S * SECOND
+                    _JOB_RUNNER_PAUSE_S * NS_PER_S
                 )
 
     def _stop_helpers(self) -> None:

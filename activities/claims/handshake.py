@@ -140,10 +140,10 @@ async def send_control(
 async def push_signed(
     client: Redis, key: str, message: Message, signing: Iterable[Ed25519PrivateKey]
 ) -> None:
-    """Puts a signed message on a worker's inbox, which expires after `CLAIM_TTL`."""
+    """Puts a signed message on a worker's inbox, which expires after `CLAIM_TTL_S`."""
     async with client.pipeline(transaction=True) as pipe:
         pipe.rpush(key, sealing.sign(message, *signing))
-        pipe.expire(key, keys.CLAIM_TTL)
+        pipe.expire(key, keys.CLAIM_TTL_S)
         await pipe.execute()
 
 

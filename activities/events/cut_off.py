@@ -164,7 +164,7 @@ class WorkerCutOff:
             "worker_names_removed", workers=sorted(workers), users=sorted(users), count=removed
         )
         for worker_id in workers:
-            await self.client.set(keys.cut_off(worker_id), reason, ex=keys.CUT_OFF_TTL)
+            await self.client.set(keys.cut_off(worker_id), reason, ex=keys.CUT_OFF_TTL_S)
             for task in await self.launcher.find_tasks(worker_id):
                 await self.launcher.stop(task.task_id, reason, grace=RETRY_INTERVAL_S)
 

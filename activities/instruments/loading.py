@@ -172,7 +172,7 @@ class InstrumentActivities:
             except InstrumentsLoading:
                 if time.monotonic() - began > READ_TIMEOUT_S:
                     raise
-                await asyncio.sleep(InstrumentsLoading.PAUSE)
+                await asyncio.sleep(InstrumentsLoading.RETRY_AFTER_S)
                 continue
             if answer.instruments is None:
                 raise BerthError("the worker answered without instruments")

@@ -96,7 +96,7 @@ async def claim_entry(
     takes none while users ahead in the wait queue need every ready worker.
     """
     key_names = [keys.pool_ready(pool), keys.pool_claim(pool, claim_id)]
-    args: list[Any] = [claim_id, keys.pool_worker_prefix(pool), keys.CLAIM_TTL]
+    args: list[Any] = [claim_id, keys.pool_worker_prefix(pool), keys.CLAIM_TTL_S]
     if user_id:
         key_names += [keys.pool_wait_queue(pool), keys.pool_last_asked(pool)]
         args += [user_id, int(WAIT_QUEUE_TTL_S * 1000), avoid, REFUSED_ABOVE, *refused]
@@ -120,7 +120,7 @@ async def admit(client: Redis, pool: str, worker_id: str, claim_id: str) -> None
         keys.pool_born(pool, claim_id),
     ]
     await valkey.run_script(
-        client, scripts.ADMIT_WORKER, key_names, [worker_id, claim_id, keys.CLAIM_TTL]
+        client, scripts.ADMIT_WORKER, key_names, [worker_id, claim_id, keys.CLAIM_TTL_S]
     )
 
 

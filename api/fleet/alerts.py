@@ -35,7 +35,7 @@ from worker_runtime.protocol.errors import BerthError, MalformedMessage
 #: Seconds between two looks.
 CHECK_INTERVAL_S = 10.0
 #: Delivery attempts; together they span two hours.
-ATTEMPTS = 60
+MAX_DELIVERY_ATTEMPTS = 60
 #: The webhook's event, and the name from which its signing key is made.
 EVENT, RECIPIENT = "operators.alert", "operators"
 
@@ -378,7 +378,7 @@ class OperatorAlerts:
         for number, payload in enumerate(work):
             job_id = f"alert-{message.at}-{message.number}-{number}"
             try:
-                jobs.append(make_job(job_id, payload, priority=9, attempts=ATTEMPTS))
+                jobs.append(make_job(job_id, payload, priority=9, attempts=MAX_DELIVERY_ATTEMPTS))
             except MalformedMessage as error:  # a wrong address keeps nobody else from the message
                 log.warning("alert_not_sent", job_id=job_id, reason=error.detail)
         return jobs

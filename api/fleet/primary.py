@@ -28,14 +28,17 @@ from infra.market.calendar import HOME_ZONE, Calendar
 from infra.processes import try_lock
 from infra.settings import Settings
 
-#: Seconds between two tries of a process that waits: with a connect (10 ms) they are the gap after
-#: a death. On each host one process tries PostgreSQL's lock. And until a process that lost
-#: PostgreSQL tries again.
-FILE_STANDBY, LOCK_STANDBY, RETRY = 0.1, 0.2, 1.0
+#: Seconds between two attempts of a waiting process to lock its host's file. With the next interval
+#: and a connect (10 ms), this is the gap after a primary's death.
+FILE_LOCK_RETRY_INTERVAL_S = 0.1
+#: Seconds between two attempts to take PostgreSQL's lock. One process of each host tries.
+DATABASE_LOCK_RETRY_INTERVAL_S = 0.2
+#: Seconds until a process that lost PostgreSQL tries again.
+RECONNECT_INTERVAL_S = 1.0
 #: Seconds between two signs of life on the lock's connection, well within `MAX_SILENCE_S`.
 SIGN_OF_LIFE_INTERVAL_S = 5.0
 #: Seconds between two rounds of tasks that failed.
-ROUND = 60.0
+TASK_RETRY_INTERVAL_S = 60.0
 
 log = structlog.get_logger()
 
@@ -60,7 +63,7 @@ async def host_lock(path: Path) -> AsyncIterator[None]:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             while not try_lock(file):  # noqa: ASYNC110 - the kernel tells nobody
-                await asyncio.sleep(FILE_STANDBY)
+                await asyncio.sleep(FILE_LOCK_RETRY_INTERVAL_S)
         except OSError as error:
             log.warning("primary_without_file", reason=str(error))
         yield
@@ -75,7 +78,7 @@ class Primary:
 
     settings: Settings
     tasks: Sequence[StartupTask]
-    period: float = ROUND
+    period: float = TASK_RETRY_INTERVAL_S
 
     async def run(self) -> None:
         while True:
@@ -85,13 +88,13 @@ class Primary:
                         self.settings.session_database_url,
                         PRIMARY_LOCK,
                         self._serve,
-                        standby=LOCK_STANDBY,
+                        standby=DATABASE_LOCK_RETRY_INTERVAL_S,
                     )
             except DatabaseUnavailable as error:
                 log.warning("primary_lost", reason=error.detail)
             except Exception:  # the loop continues: without a primary nothing of this is done
                 log.exception("primary_failed")
-            await asyncio.sleep(RETRY)
+            await asyncio.sleep(RECONNECT_INTERVAL_S)
 
     async def _serve(self, connection: AsyncConnection) -> None:
         """Serves as the primary, with the connection that holds the lock. Ends only by an error."""

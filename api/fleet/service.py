@@ -50,8 +50,8 @@ from workflows.user_worker.messages import WorkerState
 
 #: Bytes of a cursor that tell whether the rest is whole. Not a secret: a cursor shows nothing but
 #: pages.
-_CHECK = 6
-_PREFIX = re.compile(ID_PATTERN)
+_CHECKSUM_BYTES = 6
+_USER_PREFIX = re.compile(ID_PATTERN)
 
 
 def fleet_query(state: WorkerState | None, user_prefix: str | None) -> str:
@@ -64,7 +64,7 @@ def fleet_query(state: WorkerState | None, user_prefix: str | None) -> str:
     if state is not None:
         parts.append(f'{names.SA_STATE.name} = "{WorkerState(state)}"')
     if user_prefix is not None:
-        if not _PREFIX.fullmatch(user_prefix):
+        if not _USER_PREFIX.fullmatch(user_prefix):
             raise InvalidRequest("user_id: no user id begins like that")
         parts.append(f'{names.SA_USER.name} STARTS_WITH "{user_prefix}"')
     return " AND ".join(parts)
@@ -141,18 +141,18 @@ def _token(cursor: str) -> bytes:
         data = base64.b64decode(cursor.encode("ascii"), altchars=b"-_", validate=True)
     except ValueError:
         raise _bad_cursor() from None
-    token = data[_CHECK:]
-    if not token or data[:_CHECK] != _check(token):
+    token = data[_CHECKSUM_BYTES:]
+    if not token or data[:_CHECKSUM_BYTES] != _check(token):
         raise _bad_cursor()
     return token
 
 
 def _check(token: bytes) -> bytes:
-    return sha256(token).digest()[:_CHECK]
+    return sha256(token).digest()[:_CHECKSUM_BYTES]
 
 
 #: Seconds between two reads of the schedule, until it has begun the pass.
-CHECK_PERIOD = 0.1
+CHECK_INTERVAL_S = 0.1
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,13 +213,13 @@ class MaintenanceTrigger:
             now = (await schedule.describe(rpc_timeout=RPC_TIMEOUT)).info
             if now.num_actions > before.num_actions:
                 return now.recent_actions[-1].action
-            await asyncio.sleep(CHECK_PERIOD)
+            await asyncio.sleep(CHECK_INTERVAL_S)
 
 
 #: Seconds that one answer may take.
-TIMEOUT = 1.0
+ANSWER_TIMEOUT_S = 1.0
 #: Three of maintenance's periods: what it saw before tells nothing any more.
-STALE = timedelta(minutes=3)
+MAX_PASS_AGE = timedelta(minutes=3)
 #: Orchestrators poll all of them for activities, two for workflows, too.
 QUEUES = (names.LIFECYCLE_QUEUE, names.LAUNCH_QUEUE, names.ORDERS_QUEUE, names.BULK_QUEUE)
 
@@ -237,7 +237,7 @@ class ReadinessProbe:
         views = await asyncio.gather(
             _probe(self._postgresql()),
             _probe(check_writable(self.client)),
-            _probe(self.control.check(TIMEOUT)),
+            _probe(self.control.check(ANSWER_TIMEOUT_S)),
         )
         names = ("postgresql", "valkey", "temporal")
         dependencies = dict(zip(names, views, strict=True))
@@ -258,7 +258,7 @@ class ReadinessProbe:
                 paper = await accounts.has_accounts_at(session, paper_exchange())
             servers["launcher"] = _launcher(last)
             if paper and self.settings.exchange_address:
-                problem = (await run_check(BROKER, self.settings, TIMEOUT)).problem
+                problem = (await run_check(BROKER, self.settings, ANSWER_TIMEOUT_S)).problem
                 servers["paper exchange"] = ServerView(
                     state="down" if problem else "up", reason=problem
                 )
@@ -297,7 +297,7 @@ class ReadinessProbe:
 
 def _launcher(last: passes.MaintenancePass | None) -> ServerView:
     """Returns the launcher's state as the last pass of maintenance met it."""
-    if last is None or datetime.now(UTC) - last.began_at > STALE:
+    if last is None or datetime.now(UTC) - last.began_at > MAX_PASS_AGE:
         return ServerView(state="unknown", reason="there was no pass of maintenance of late")
     if last.server:
         return ServerView(
@@ -313,10 +313,10 @@ async def _probe(call: Awaitable[Any]) -> ServerView:
     began = time.perf_counter()
     reason = ""
     try:
-        async with asyncio.timeout(TIMEOUT):
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
             await call
     except TimeoutError:
-        reason = f"no answer within {TIMEOUT:.0f} s"
+        reason = f"no answer within {ANSWER_TIMEOUT_S:.0f} s"
     except RedisError as error:
         reason = explain_failure(error)
     except BerthError as error:

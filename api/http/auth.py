@@ -31,15 +31,15 @@ HEADER = "X-API-Key"
 COOKIE, CSRF_HEADER = "berth_session", "X-CSRF-Token"
 _READS = frozenset({"GET", "HEAD"})
 #: Longest key that is looked at, in characters; ours have about 85.
-MAX_KEY = 256
+MAX_KEY_LENGTH = 256
 #: Characters of an actor's name in the tables; its key's id takes 43 more.
-_LONGEST_NAME = 80
+_MAX_ACTOR_NAME_LENGTH = 80
 #: What is read also while PostgreSQL is away: by Prometheus, which waits for 10 s in all, and by
 #: operators, who look for what is wrong. Seconds that the look-up of a known key then has.
 PATIENT_PATHS = frozenset({"/v1/metrics", "/", "/page/servers", "/page/pools", "/page/jobs"})
 KNOWN_KEY_LOOKUP_TIMEOUT_S = 2.0
 #: Keys remembered; the one not used for longest goes first.
-CACHE_SIZE = 10_000
+MAX_CACHED_KEYS = 10_000
 
 scheme = APIKeyHeader(
     name=HEADER,
@@ -87,7 +87,9 @@ class Principal:
         """How the audit trail and what else people read name this caller: by the key's label
         first."""
         name = ", ".join(part for part in (self.user_id, self.label) if part)
-        return f"{name[:_LONGEST_NAME]} (key:{self.key_id})" if name else f"key:{self.key_id}"
+        return (
+            f"{name[:_MAX_ACTOR_NAME_LENGTH]} (key:{self.key_id})" if name else f"key:{self.key_id}"
+        )
 
     def may_see(self, user_id: str) -> bool:
         return self.staff or self.user_id == user_id
@@ -154,7 +156,7 @@ class Authenticator:
         lookup: Lookup,
         ttl: float,
         clock: Callable[[], float] = time.monotonic,
-        size: int = CACHE_SIZE,
+        size: int = MAX_CACHED_KEYS,
     ) -> None:
         self._lookup = lookup
         self._ttl = ttl
@@ -188,7 +190,7 @@ class Authenticator:
         With `patience`, in seconds, a database that is away leaves a known key valid: nobody can
         revoke it then, and all are forgotten when the database is back.
         """
-        if not key or len(key) > MAX_KEY:
+        if not key or len(key) > MAX_KEY_LENGTH:
             raise Unauthenticated
         digest = _digest(key)
         now = self._clock()

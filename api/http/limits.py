@@ -38,13 +38,15 @@ from worker_runtime.protocol import keys, scripts
 #: Seconds between two settlements with Valkey.
 SETTLE_INTERVAL_S = 0.2
 #: Seconds' worth of requests that may come at once.
-WINDOW = 5.0
-#: Limits that one process remembers, and that one script settles: 2 µs each in Valkey.
-REMEMBERED, SETTLED = 20_000, 500
+BURST_WINDOW_S = 5.0
+#: Limits that one process remembers.
+MAX_REMEMBERED_LIMITS = 20_000
+#: Limits that one script settles: 2 µs each in Valkey.
+MAX_LIMITS_PER_SETTLEMENT = 500
 #: Bits of the network that one customer of an IPv6 provider has at least (RFC 6177).
-IPV6_NETWORK = 64
+IPV6_NETWORK_BITS = 64
 #: Seconds between two lines in the log about refused requests.
-LOG_PERIOD = 10.0
+LOG_INTERVAL_S = 10.0
 _KEY_HEADER = HEADER.lower().encode()
 _WEBHOOKS = "/v1/webhooks/"
 #: Asked by load balancers, which would take a refusal for a dead process; it costs nothing.
@@ -99,7 +101,7 @@ class RequestLimits:
     _: KW_ONLY
     clock: Callable[[], float] = time.monotonic
     #: Subjects, and webhooks, of which this process remembers what they used.
-    max_remembered: int = REMEMBERED
+    max_remembered: int = MAX_REMEMBERED_LIMITS
 
     def __post_init__(self) -> None:
         self._rates = {
@@ -161,7 +163,7 @@ class RequestLimits:
                 self._webhooks.pop(next(iter(self._webhooks)))
 
     def charge(
-        self, kind: str, subject: str, rate: float | None = None, window: float = WINDOW
+        self, kind: str, subject: str, rate: float | None = None, window: float = BURST_WINDOW_S
     ) -> RequestLimit | None:
         """Counts one of `rate` requests a second (None: as the settings say; 0: without a limit).
 
@@ -210,7 +212,7 @@ class RequestLimits:
                 pass
             except Exception:  # the boundary of a loop
                 self._log.exception("limits_not_settled")
-            if self._refused and self.clock() - logged > LOG_PERIOD:
+            if self._refused and self.clock() - logged > LOG_INTERVAL_S:
                 self._log.warning("requests_refused", **self._refused)
                 self._refused.clear()
                 logged = self.clock()
@@ -218,8 +220,8 @@ class RequestLimits:
     async def settle(self) -> None:
         """Tells Valkey what was let through, and takes over how far the limits are used up."""
         charged = [(name, limit) for name, limit in self._limits.items() if limit.unsettled]
-        for start in range(0, len(charged), SETTLED):
-            part = charged[start : start + SETTLED]
+        for start in range(0, len(charged), MAX_LIMITS_PER_SETTLEMENT):
+            part = charged[start : start + MAX_LIMITS_PER_SETTLEMENT]
             counts = [limit.unsettled for _, limit in part]
             args = [
                 round(word)
@@ -254,5 +256,5 @@ def limited_address(scope: Scope) -> str:
     except ValueError:
         return UNKNOWN_SOURCE
     return str(
-        address if address.version == 4 else ip_network((address, IPV6_NETWORK), strict=False)
+        address if address.version == 4 else ip_network((address, IPV6_NETWORK_BITS), strict=False)
     )

@@ -27,17 +27,18 @@ from infra.process_metrics import count_request
 from worker_runtime.protocol.errors import BerthError
 
 #: Bytes. An order takes 300, credentials with a certificate about 8,000.
-MAX_BODY = 64 * 1024
+MAX_BODY_BYTES = 64 * 1024
 #: Of a job, whose arguments have 64 KiB and may be written with escapes; and of a batch of jobs.
-MAX_BODIES = {"/v1/jobs": 128 * 1024, "/v1/jobs/batch": 1024 * 1024}
+MAX_BODY_BYTES_BY_PATH = {"/v1/jobs": 128 * 1024, "/v1/jobs/batch": 1024 * 1024}
 #: Seconds in which a body has to arrive. No client of ours takes a second for 64 KiB.
-BODY_TIME = 10.0
-#: Bytes and seconds of a request's head: uvicorn bounds neither.
-#: A token and a long query take about 2,000.
-MAX_HEAD = 64 * 1024
-HEAD_TIME = 10.0
+BODY_TIMEOUT_S = 10.0
+#: Bytes of a request's head, which uvicorn does not bound. A token and a long query take about
+#: 2,000.
+MAX_HEAD_BYTES = 64 * 1024
+#: Seconds in which a head has to arrive, which uvicorn does not bound.
+HEAD_TIMEOUT_S = 10.0
 #: Seconds for which the rest of a head that is too large is read, and thrown away.
-LINGER = 1.0
+DISCARD_TIMEOUT_S = 1.0
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -45,7 +46,7 @@ class HeadLimitingProtocol(HttpToolsProtocol):
     """Refuses a head that is too large,
     and closes a connection whose next head is not here in time."""
 
-    head_time = HEAD_TIME
+    head_time = HEAD_TIMEOUT_S
     _refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -66,7 +67,7 @@ class HeadLimitingProtocol(HttpToolsProtocol):
         super().data_received(data)
         if self._head_due is not None:
             self._head_size += len(data)
-            if self._head_size > MAX_HEAD:
+            if self._head_size > MAX_HEAD_BYTES:
                 self._refuse_head()
 
     def _refuse_head(self) -> None:
@@ -81,7 +82,7 @@ class HeadLimitingProtocol(HttpToolsProtocol):
         self.transport.write(
             head % (MEDIA_TYPE.encode(), len(body)) + b"Connection: close\r\n\r\n" + body
         )
-        self.loop.call_later(LINGER, self.transport.close)
+        self.loop.call_later(DISCARD_TIMEOUT_S, self.transport.close)
 
     def on_headers_complete(self) -> None:
         self._head_arrived()
@@ -110,7 +111,7 @@ class RequestMiddleware:
     """
 
     app: ASGIApp
-    body_time: float = BODY_TIME
+    body_time: float = BODY_TIMEOUT_S
     #: The limits of requests, once they are made.
     limits: Callable[[], RequestLimits | None] = lambda: None
     proxies: TrustedProxies = field(default_factory=TrustedProxies)
@@ -162,7 +163,9 @@ class RequestMiddleware:
         try:
             try:
                 async with asyncio.timeout(self.body_time):
-                    body = await _limited(headers, receive, MAX_BODIES.get(scope["path"], MAX_BODY))
+                    body = await _limited(
+                        headers, receive, MAX_BODY_BYTES_BY_PATH.get(scope["path"], MAX_BODY_BYTES)
+                    )
             except TimeoutError:
                 await fail(BodyTooSlow())
             else:

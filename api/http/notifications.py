@@ -16,14 +16,16 @@ import structlog
 from infra.database.engine import parse_url, require_session
 
 #: Seconds to connect, or for the answer to a check.
-TIMEOUT = 3.0
+ANSWER_TIMEOUT_S = 3.0
 #: Seconds between two checks; a connection that died
-#: silently is noticed within this time plus `TIMEOUT`.
-CHECK_PERIOD = 10.0
+#: silently is noticed within this time plus `ANSWER_TIMEOUT_S`.
+CHECK_INTERVAL_S = 10.0
 #: The key under which one waits for any notice of a channel.
 ANY = ""
-#: Seconds between two attempts to reconnect: the first, doubled each time, and the longest.
-RECONNECT, RECONNECT_MOST = 0.1, 5.0
+#: Seconds between the first two attempts to reconnect; doubled each time.
+RECONNECT_INTERVAL_S = 0.1
+#: Seconds between two attempts to reconnect, at most.
+MAX_RECONNECT_INTERVAL_S = 5.0
 
 
 async def heard_within(event: asyncio.Event, seconds: float) -> bool:
@@ -91,27 +93,27 @@ class NotificationListener:
 
     async def run(self) -> None:
         """Connects, and tries without end."""
-        pause = RECONNECT
+        pause = RECONNECT_INTERVAL_S
         while True:
             try:
                 await self._listen()
             except Exception as error:  # the boundary of a loop: whatever it was, it connects again
                 if self.listening.is_set():
-                    pause = RECONNECT
+                    pause = RECONNECT_INTERVAL_S
                 self._log.warning(
                     "notifications_disconnected", reason=type(error).__name__, again_in=pause
                 )
             finally:
                 self.listening.clear()
             await asyncio.sleep(pause)
-            pause = min(pause * 2, RECONNECT_MOST)
+            pause = min(pause * 2, MAX_RECONNECT_INTERVAL_S)
 
     async def _listen(self) -> None:
         """Listens and never returns; raises when the connection is gone."""
         connection = await asyncpg.connect(
             **self._arguments,
-            timeout=TIMEOUT,
-            command_timeout=TIMEOUT,
+            timeout=ANSWER_TIMEOUT_S,
+            command_timeout=ANSWER_TIMEOUT_S,
             server_settings={"application_name": "berth-notices"},
         )
         ended = asyncio.Event()
@@ -125,7 +127,7 @@ class NotificationListener:
             self.wake_all()
             for _, missed in self._handlers.values():
                 missed()
-            while not await heard_within(ended, CHECK_PERIOD):
+            while not await heard_within(ended, CHECK_INTERVAL_S):
                 await connection.execute("select 1")
             raise ConnectionResetError("PostgreSQL closed the connection")
         finally:

@@ -8,7 +8,7 @@ from starlette.types import Scope
 #: Key of a request's scope: `BERTH_API_ROOT_PATH`, in front of every path that an answer names.
 ROOT_PATH = "berth.root_path"
 #: Characters of a path in logs and problems; the longest of ours has under 300.
-MAX_SHOWN_PATH = 500
+MAX_SHOWN_PATH_LENGTH = 500
 _SLASHES = re.compile("/{2,}")
 _WEBHOOK = re.compile(r"/webhooks/+([^/]+).*", re.IGNORECASE | re.DOTALL)
 
@@ -31,7 +31,7 @@ def public_path(scope: Scope) -> str:
     """Return the path that the client asked for, as logs and problems may show it: without a
     webhook's token, and cut, as a client may send one of 64 KiB."""
     path = redacted_path(scope.get(ROOT_PATH, "") + scope["path"])
-    return path if len(path) <= MAX_SHOWN_PATH else f"{path[:MAX_SHOWN_PATH]}…"
+    return path if len(path) <= MAX_SHOWN_PATH_LENGTH else f"{path[:MAX_SHOWN_PATH_LENGTH]}…"
 
 
 def redacted_path(path: str) -> str:

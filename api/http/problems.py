@@ -30,7 +30,7 @@ from worker_runtime.protocol.errors import BerthError
 MEDIA_TYPE = "application/problem+json"
 #: Seconds, sent as `Retry-After` with every problem
 #: that may pass by itself, unless it is known when.
-RETRY_AFTER = 1
+RETRY_AFTER_S = 1
 
 #: Why a request may find no worker of its user that could serve it.
 WITHOUT_WORKER = (
@@ -103,7 +103,7 @@ def response_of(
     headers = {}
     if error.retryable:
         known = error.retry_after
-        headers["Retry-After"] = str(RETRY_AFTER if known is None else max(1, math.ceil(known)))
+        headers["Retry-After"] = str(RETRY_AFTER_S if known is None else max(1, math.ceil(known)))
     if body["status"] == 401:
         headers["WWW-Authenticate"] = "ApiKey"
     return Response(json.dumps(body, default=_plain), body["status"], headers, MEDIA_TYPE)
@@ -120,7 +120,7 @@ def _answer(scope: Scope, error: BerthError, **members: Any) -> Response:
 
 
 #: Failures that a problem's detail tells; `errors` has all of them.
-_TOLD = 3
+_MAX_SHOWN_FAILURES = 3
 #: How pydantic begins the message of a validator's own error.
 _OWN_ERROR = re.compile(r"^(Value|Assertion) error, ")
 #: Words of fields that hold secrets.
@@ -142,8 +142,12 @@ def invalid_request(failures: Sequence[Mapping[str, Any]], *within: str) -> erro
         }
         for failure in failures
     ]
-    sentences = [_sentence(entry["loc"], entry["msg"]) for entry in invalid[:_TOLD]]
-    rest = f" (and {len(invalid) - _TOLD} more)" if len(invalid) > _TOLD else ""
+    sentences = [_sentence(entry["loc"], entry["msg"]) for entry in invalid[:_MAX_SHOWN_FAILURES]]
+    rest = (
+        f" (and {len(invalid) - _MAX_SHOWN_FAILURES} more)"
+        if len(invalid) > _MAX_SHOWN_FAILURES
+        else ""
+    )
     return errors.InvalidRequest(f"{'; '.join(sentences)}{rest}", invalid)
 
 

@@ -29,7 +29,7 @@ UNKNOWN_SOURCE = "unknown"
 _MAX_HOPS = 16
 #: Addresses for which it is remembered whether they are a proxy's:
 #: to find it out takes 2 µs and more.
-_REMEMBERED_PEERS = 1024
+_MAX_REMEMBERED_PEERS = 1024
 _SCHEMES = frozenset({"http", "https"})
 #: Key of a request's scope: the host that its sender asked for, where a proxy of ours says so.
 HOST = "berth.host"
@@ -61,7 +61,9 @@ class TrustedProxies:
         networks = [parse_network(proxy) for proxy in proxies]
         self._any = bool(networks)
         self._read_hops = _read_forwarded if header == "Forwarded" else _read_x_forwarded
-        self._is_proxy = lru_cache(_REMEMBERED_PEERS)(lambda address: is_within(address, networks))
+        self._is_proxy = lru_cache(_MAX_REMEMBERED_PEERS)(
+            lambda address: is_within(address, networks)
+        )
 
     def resolve(self, scope: Scope) -> None:
         """Replace the client of a request, its scheme and its host by what proxies of ours wrote.

@@ -13,7 +13,7 @@ from infra.log import drain_log
 from infra.settings import Settings
 
 #: Seconds that requests under way get when the API stops; an order waits for at most 30.
-GRACE: Final = 30
+STOP_GRACE_S: Final = 30
 
 
 def make_server(settings: Settings, app: FastAPI) -> uvicorn.Server:
@@ -29,7 +29,7 @@ def make_server(settings: Settings, app: FastAPI) -> uvicorn.Server:
         server_header=False,
         proxy_headers=False,  # http/proxies.py reads them, by BERTH_TRUSTED_PROXIES
         timeout_keep_alive=settings.api_keep_alive,
-        timeout_graceful_shutdown=GRACE,
+        timeout_graceful_shutdown=STOP_GRACE_S,
     )
     return uvicorn.Server(config)
 

@@ -86,16 +86,18 @@ async def stream_begin(after: After = None, last_event_id: LastEventId = None) -
 StreamBegin = Annotated[int | None, Depends(stream_begin)]
 
 #: Seconds between two signs of life; proxies close a silent connection after 60 s and less.
-HEARTBEAT = 15.0
+HEARTBEAT_INTERVAL_S = 15.0
 #: Seconds after which a client must come back.
-LIFE = 3600.0
-#: Streams of one API key on one subject, and of all together, in one process.
-MOST_OF_ONE, MOST = 8, 1000
+MAX_STREAM_LIFETIME_S = 3600.0
+#: Streams of one API key on one subject, in one process.
+MAX_STREAMS_PER_SUBJECT = 8
+#: Streams of all API keys together, in one process.
+MAX_STREAMS = 1000
 #: Streams of one API key in one process: no key takes all places.
-MOST_OF_KEY = 64
+MAX_STREAMS_PER_KEY = 64
 #: Seconds in which a client has to take what was sent. One that reads nothing fills its socket's
-#: buffers, and would hold its place for a `LIFE`.
-SLOWEST = 30.0
+#: buffers, and would hold its place for a `MAX_STREAM_LIFETIME_S`.
+SEND_TIMEOUT_S = 30.0
 #: Milliseconds that a client waits before it comes back.
 RETRY_MS = 1000
 
@@ -135,9 +137,9 @@ class EventStreams:
     notifications: NotificationListener
     is_revoked: Callable[[str], Awaitable[bool]]
     _: KW_ONLY
-    heartbeat: float = HEARTBEAT
-    life: float = LIFE
-    slowest: float = SLOWEST
+    heartbeat: float = HEARTBEAT_INTERVAL_S
+    life: float = MAX_STREAM_LIFETIME_S
+    slowest: float = SEND_TIMEOUT_S
 
     def __post_init__(self) -> None:
         self._open: Counter[tuple[str, str]] = Counter()
@@ -173,7 +175,7 @@ class EventStreams:
         return ended
 
     async def open_stream(
-        self, feed: EventFeed, holder: str, after: int | None, life: float = LIFE
+        self, feed: EventFeed, holder: str, after: int | None, life: float = MAX_STREAM_LIFETIME_S
     ) -> StreamingResponse:
         """Returns the answer that streams `feed` behind the id `after`; None: from now on, the
         present first.
@@ -185,9 +187,9 @@ class EventStreams:
         subject = (holder, f"{feed.channel} {feed.key}")
         of_key = sum(count for (key, _), count in self._open.items() if key == holder)
         for count, limit, of in (
-            (self._open[subject], MOST_OF_ONE, "of this key on this subject"),
-            (of_key, MOST_OF_KEY, "of this key"),
-            (self.open, MOST, "of this process"),
+            (self._open[subject], MAX_STREAMS_PER_SUBJECT, "of this key on this subject"),
+            (of_key, MAX_STREAMS_PER_KEY, "of this key"),
+            (self.open, MAX_STREAMS, "of this process"),
         ):
             if count >= limit:
                 raise TooManyStreams(f"{limit} event streams {of} are open, which is the most")

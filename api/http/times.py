@@ -17,8 +17,8 @@ from pydantic import (
 from infra.market.calendar import HOME_ZONE, HOME_ZONE_NAME
 
 #: Times far outside of a market's life are typing errors, and some would overflow on their way.
-_FIRST, _LAST = datetime(2000, 1, 1, tzinfo=UTC), datetime(2200, 1, 1, tzinfo=UTC)
-AwareTime = Annotated[AwareDatetime, Field(ge=_FIRST, le=_LAST)]
+_MIN_TIME, _MAX_TIME = datetime(2000, 1, 1, tzinfo=UTC), datetime(2200, 1, 1, tzinfo=UTC)
+AwareTime = Annotated[AwareDatetime, Field(ge=_MIN_TIME, le=_MAX_TIME)]
 
 _DAY = re.compile(r"\d{4}-\d{2}-\d{2}", re.ASCII)
 #: A time whose offset has a space in front of it: a `+` that was not encoded arrives as a space.
@@ -60,7 +60,7 @@ def _validate(value: Any, parse: ValidatorFunctionWrapHandler, *, is_end: bool) 
 _SCHEMA = WithJsonSchema(
     {"anyOf": [{"type": "string", "format": "date-time"}, {"type": "string", "format": "date"}]}
 )
-_BOUNDS = Field(ge=_FIRST, le=_LAST)
+_BOUNDS = Field(ge=_MIN_TIME, le=_MAX_TIME)
 #: The beginning of a span in a query, and its end, which is not in it.
 QueryStart = Annotated[
     AwareDatetime, WrapValidator(partial(_validate, is_end=False)), _BOUNDS, _SCHEMA

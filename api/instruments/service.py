@@ -24,7 +24,7 @@ from workflows import names
 from workflows.instruments.messages import InstrumentLoadInput, LoadNow
 
 #: Seconds for which a load that an operator has begun is tried again.
-TRIED_FOR_S = 4 * 3600.0
+LOAD_TIMEOUT_S = 4 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class InstrumentLists:
         `TemporalUnavailable`."""
         workflow_id = names.instrument_load_id(broker, day.isoformat())
         given = InstrumentLoadInput(
-            broker=broker, day=day.isoformat(), until=time.time() + TRIED_FOR_S
+            broker=broker, day=day.isoformat(), until=time.time() + LOAD_TIMEOUT_S
         )
         with temporal_errors():
             await self.temporal.start_workflow(

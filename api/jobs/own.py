@@ -29,7 +29,7 @@ from infra.jobs.registry import ArgumentsInvalid, TypeRegistry, TypeVersion
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol import manifest as wire
 from worker_runtime.jobs.protocol.calls import reply_number, reply_text
-from worker_runtime.jobs.protocol.messages import MAX_ARGUMENTS, Job
+from worker_runtime.jobs.protocol.messages import MAX_ARGUMENTS_BYTES, Job
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class ApplicationJobs:
         row = await self.kept.find_row(job_id)
         applications = await self.registry.applications.load()
         if row is not None:
-            return row.user_id, row
+            return row.user_id, row  # the column has the tag of an application's job
         tags = [job_keys.application_tag(name) for name in applications]
         if not tags:
             return "", None
@@ -228,10 +228,10 @@ def _encode_arguments(args: Mapping[str, Any], where: str) -> bytes:
     except ValueError as error:
         raise InvalidRequest(f"{where}args: {error}") from None
     arguments = msgspec.json.encode(args)
-    if len(arguments) > MAX_ARGUMENTS:
+    if len(arguments) > MAX_ARGUMENTS_BYTES:
         raise JobArgumentsTooLarge(
-            f"{where}the arguments have {len(arguments)} bytes as JSON; at most {MAX_ARGUMENTS} "
-            "are allowed. Store large data elsewhere and pass its address."
+            f"{where}the arguments have {len(arguments)} bytes as JSON; at most "
+            f"{MAX_ARGUMENTS_BYTES} are allowed. Store large data elsewhere and pass its address."
         )
     return arguments
 

@@ -24,7 +24,7 @@ from infra.database import api_keys, audit, users
 from infra.database.trading import webhooks as stored_webhooks
 
 #: Webhooks, and keys, made by a revoked key that the answer lists.
-MAX_LISTED = 100
+MAX_LISTED_PER_KIND = 100
 
 
 async def create_key(call: AuthorizedCall, body: ApiKeyRequest) -> NewApiKeyView:
@@ -126,6 +126,10 @@ async def revoke_key(
         **ApiKeyView.model_validate(key).model_dump(exclude={"unrestricted"}),
         webhooks_revoked=webhooks_revoked,
         webhooks_left=len(made_webhooks) - webhooks_revoked,
-        webhooks=[MadeWebhookView.model_validate(hook) for hook in made_webhooks[:MAX_LISTED]],
-        api_keys=[ApiKeyView.model_validate(made_key) for made_key in made_keys[:MAX_LISTED]],
+        webhooks=[
+            MadeWebhookView.model_validate(hook) for hook in made_webhooks[:MAX_LISTED_PER_KIND]
+        ],
+        api_keys=[
+            ApiKeyView.model_validate(made_key) for made_key in made_keys[:MAX_LISTED_PER_KIND]
+        ],
     )

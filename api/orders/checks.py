@@ -66,6 +66,7 @@ class PreTradeChecks:
         self._check_market_open(order, usage, plugin, market)
         if not order.reduce_only:  # a user's limits are for orders that can increase a position
             self._check_quantity(order, usage)
+        # Decides for common lots only: `refuse_mixed_terms` has checked all other lots.
         refuse_quantity(order, market)
         if order.reduce_only:
             return NO_BOUNDS
@@ -301,7 +302,10 @@ def refuse_mixed_terms(new: CheckedTerms, market: MarketRule) -> None:
             f"This order closes a position, but `{new.open_close}` opens one. Use `auto` or "
             "`cover`."
         )
-    if new.lot != OrderLot.COMMON:  # for common lots the account's own limit comes first
+    # The market's quantities belong to the rules of the other lots (an odd lot: 1 to 999 shares).
+    # They are reported before a fault of the symbol and the account's own limit. For common lots
+    # the account's limit is reported first, so `PreTradeChecks.check` checks the market's after it.
+    if new.lot != OrderLot.COMMON:
         refuse_quantity(new, market)
 
 

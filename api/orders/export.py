@@ -83,7 +83,7 @@ def for_spreadsheet(rows: bytes, *, header: bool) -> bytes:
 
 
 #: Changed orders that a stream reads at once, and open ones that stand in its first event.
-FEED_PAGE = 100
+FEED_PAGE_SIZE = 100
 #: Seconds until changes are read again while an earlier transaction is still open; doubled each
 #: time.
 GAP_CHECK_INTERVAL_S = 0.01
@@ -112,11 +112,11 @@ class OrderFeed:
             selection = order_list.OrderSelection(
                 user_id=self.key, states=frozenset({order_list.OPEN})
             )
-            rows = await order_list.page_of_orders(session, selection, limit=FEED_PAGE + 1)
+            rows = await order_list.page_of_orders(session, selection, limit=FEED_PAGE_SIZE + 1)
         orders = PresentOrders(
             user_id=self.key,
-            orders=[view_of(row) for row in rows[:FEED_PAGE]],
-            complete=len(rows) <= FEED_PAGE,
+            orders=[view_of(row) for row in rows[:FEED_PAGE_SIZE]],
+            complete=len(rows) <= FEED_PAGE_SIZE,
         )
         return ServerEvent(horizon - 1, "orders", orders.model_dump_json())
 
@@ -124,7 +124,9 @@ class OrderFeed:
         pause = GAP_CHECK_INTERVAL_S
         for _ in range(MAX_GAP_CHECKS):
             async with self.database.session() as session:
-                rows = await order_changes.changes_behind(session, self.key, last, limit=FEED_PAGE)
+                rows = await order_changes.changes_behind(
+                    session, self.key, last, limit=FEED_PAGE_SIZE
+                )
                 if rows:
                     return _events(rows, last)
                 horizon, has_gap = await order_changes.read_outlook(session, self.key, last)

@@ -12,9 +12,10 @@ from api.workers.schemas import TransitionView
 from worker_runtime.protocol.errors import BerthError
 from workflows.worker_pool.messages import PoolView
 
-#: Units of a picture's width. A state that was short
-#: is drawn this wide at the least, so that it is seen.
-WIDTH, NARROWEST = 1000.0, 6.0
+#: Units of a picture's width.
+CHART_WIDTH = 1000.0
+#: Units of a state's width: one that was short is drawn this wide, so that it is seen.
+MIN_SPAN_WIDTH = 6.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +45,8 @@ def timeline_spans(transitions: Sequence[TransitionView]) -> list[StateSpan]:
         max(0.0, (end - transition.at).total_seconds())
         for transition, end in zip(transitions, ends, strict=True)
     ]
-    least = min(NARROWEST, WIDTH / len(times))
-    scale = (WIDTH - least * len(times)) / (sum(times) or 1.0)
+    least = min(MIN_SPAN_WIDTH, CHART_WIDTH / len(times))
+    scale = (CHART_WIDTH - least * len(times)) / (sum(times) or 1.0)
     spans, x = [], 0.0
     for transition, seconds in zip(transitions, times, strict=True):
         width = least + seconds * scale
@@ -63,10 +64,12 @@ def timeline_spans(transitions: Sequence[TransitionView]) -> list[StateSpan]:
     return spans
 
 
-#: Seconds between two samples of a pool, and how many make an hour.
-SAMPLED_EVERY, SAMPLES = 30.0, 120
+#: Seconds between two samples of a pool.
+SAMPLE_INTERVAL_S = 30.0
+#: Samples that are kept of a pool: an hour of them.
+MAX_SAMPLES_PER_POOL = 120
 #: Pools that a process samples: one query each.
-MOST_POOLS = 20
+MAX_SAMPLED_POOLS = 20
 #: What is sampled, as the chart's lines.
 LINES = ("wanted", "ready", "starting", "in_use")
 
@@ -74,10 +77,12 @@ LINES = ("wanted", "ready", "starting", "in_use")
 class PoolHistory:
     """The last hour of the pools that somebody looked at, as this process has seen it."""
 
-    def __init__(self, pools: PoolControl, pool: str, max_pools: int = MOST_POOLS) -> None:
+    def __init__(self, pools: PoolControl, pool: str, max_pools: int = MAX_SAMPLED_POOLS) -> None:
         """Watches `pool` from the start, and at most `max_pools` pools."""
         self._pools, self._most = pools, max_pools
-        self._samples: dict[str, deque[tuple[datetime, PoolView]]] = {pool: deque(maxlen=SAMPLES)}
+        self._samples: dict[str, deque[tuple[datetime, PoolView]]] = {
+            pool: deque(maxlen=MAX_SAMPLES_PER_POOL)
+        }
 
     async def samples_of(self, pool: str) -> Sequence[tuple[datetime, PoolView]]:
         """Returns the samples, oldest first. From now on the pool is watched, if it exists and
@@ -85,7 +90,7 @@ class PoolHistory:
         if pool not in self._samples and len(self._samples) < self._most:
             with suppress(BerthError):  # no such pool, or nobody answers
                 first = datetime.now(UTC), await self._pools.view(pool)
-                self._samples.setdefault(pool, deque([first], maxlen=SAMPLES))
+                self._samples.setdefault(pool, deque([first], maxlen=MAX_SAMPLES_PER_POOL))
         return list(self._samples.get(pool, ()))
 
     async def run(self) -> None:
@@ -96,7 +101,7 @@ class PoolHistory:
                     samples.append((datetime.now(UTC), await self._pools.view(pool)))
                 except BerthError:  # no such pool yet, or nobody answers
                     continue
-            await asyncio.sleep(SAMPLED_EVERY)
+            await asyncio.sleep(SAMPLE_INTERVAL_S)
 
 
 def pool_lines(samples: Sequence[tuple[datetime, PoolView]]) -> dict[str, str]:
@@ -110,7 +115,7 @@ def pool_lines(samples: Sequence[tuple[datetime, PoolView]]) -> dict[str, str]:
     top = max(getattr(view, line) for _, view in samples for line in LINES) or 1
     return {
         line: " ".join(
-            f"{(at - began).total_seconds() / length * WIDTH:.0f},"
+            f"{(at - began).total_seconds() / length * CHART_WIDTH:.0f},"
             f"{100 - getattr(view, line) / top * 96:.0f}"
             for at, view in samples
         )

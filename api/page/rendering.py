@@ -29,7 +29,7 @@ from api.http.fields import plain_price
 from api.http.paths import ROOT_PATH
 from api.http.problems import problem_response, status_of
 from api.http.rights import RIGHTS
-from api.page.charts import WIDTH, pool_lines, timeline_spans
+from api.page.charts import CHART_WIDTH, pool_lines, timeline_spans
 from infra.database.audit import person_of
 from infra.database.orders.states import OrderNotFound
 from infra.database.reports import report_lines
@@ -54,7 +54,7 @@ _HEADERS = {
     "Cache-Control": "no-store",
 }
 #: Rows of a table.
-ROWS = 50
+MAX_TABLE_ROWS = 50
 #: Address and name of each page in the menu, and the right without which nobody sees it.
 MENU = (
     ("/", "Fleet", "GET /workers"),
@@ -205,7 +205,11 @@ TEMPLATES = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-TEMPLATES.globals |= {"timeline_spans": timeline_spans, "pool_lines": pool_lines, "width": WIDTH}
+TEMPLATES.globals |= {
+    "timeline_spans": timeline_spans,
+    "pool_lines": pool_lines,
+    "width": CHART_WIDTH,
+}
 TEMPLATES.globals |= {"report_lines": report_lines, "workflow_names": names}
 TEMPLATES.globals |= {"home_zone": HOME_ZONE_NAME, "chart_examples": chart_examples}
 TEMPLATES.filters |= {"at": shown_time, "person": person_of, "price": plain_price}

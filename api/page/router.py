@@ -1,8 +1,8 @@
 """The pages, what tells a page that something changed,
 the API's own page, and the login of a browser.
 
-A session is an API key of its own, in a cookie (`http/auth.py`). It ends after `LIFE`, with the key
-that logged in, and when its holder logs out.
+A session is an API key of its own, in a cookie (`http/auth.py`). It ends after `SESSION_TTL`, with
+the key that logged in, and when its holder logs out.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from api.keys import router as keys
 from api.keys.schemas import AuditQuery
 from api.orders import router as orders
 from api.orders.schemas import OrderQuery, OrderStateFilter, PageCursor, Symbol
-from api.page.rendering import ROWS, InPage, PageRoute, show_template
+from api.page.rendering import MAX_TABLE_ROWS, InPage, PageRoute, show_template
 from api.pools import router as pools
 from api.switches import router as switches
 from api.symbols import router as symbols
@@ -56,8 +56,10 @@ from workflows.user_worker.messages import WorkerState
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 
-#: Orders and changes of state of a user's page.
-ORDERS, CHANGES = 20, 40
+#: Orders on a user's page.
+MAX_SHOWN_ORDERS = 20
+#: Changes of state on a user's page.
+MAX_SHOWN_CHANGES = 40
 #: Days before today with which the form of an export is filled in.
 EXPORT_DAYS = 30
 Beginning = Annotated[PlainText, Query(max_length=64)]
@@ -72,7 +74,12 @@ async def show_fleet(
 ) -> HTMLResponse:
     """Shows workers by state, and a filtered table of them; a user's own key sees the user's page
     only."""
-    filters = {"state": state or None, "user_id": user or None, "cursor": cursor, "limit": ROWS}
+    filters = {
+        "state": state or None,
+        "user_id": user or None,
+        "cursor": cursor,
+        "limit": MAX_TABLE_ROWS,
+    }
     return await page.show(
         "fleet.html",
         summary=page.read(fleet.show_fleet),
@@ -89,7 +96,12 @@ async def show_users(
     cursor: users.IdPart | None = None,
 ) -> HTMLResponse:
     """Shows all users, whether or not they ever had a worker."""
-    filters = {"prefix": prefix or None, "disabled": disabled, "limit": ROWS, "cursor": cursor}
+    filters = {
+        "prefix": prefix or None,
+        "disabled": disabled,
+        "limit": MAX_TABLE_ROWS,
+        "cursor": cursor,
+    }
     return await page.show("users.html", users=page.read(users.list_users, **filters))
 
 
@@ -106,9 +118,11 @@ async def show_user(user_id: UserId, page: InPage) -> HTMLResponse:
         export_to=today,
         user=page.read(users.get_user, user_id=user_id),
         worker=page.read(workers.get_worker, user_id=user_id),
-        timeline=page.read(workers.get_timeline, user_id=user_id, limit=CHANGES),
+        timeline=page.read(workers.get_timeline, user_id=user_id, limit=MAX_SHOWN_CHANGES),
         switched=page.read(switches.list_switches, user_id=user_id),
-        placed=page.read(orders.list_orders, user_id=user_id, query=OrderQuery(limit=ORDERS)),
+        placed=page.read(
+            orders.list_orders, user_id=user_id, query=OrderQuery(limit=MAX_SHOWN_ORDERS)
+        ),
         differences=page.read(attention.list_reconciliations, user_id=user_id),
         hooks=page.read(webhooks.list_webhooks, user_id=user_id),
     )
@@ -124,7 +138,11 @@ async def show_webhook(
     """Shows what came to a webhook lately, and what became of it."""
     page.require_user(user_id)
     calls = page.read(
-        webhook_calls.list_calls, user_id=user_id, webhook_id=webhook_id, limit=ROWS, cursor=cursor
+        webhook_calls.list_calls,
+        user_id=user_id,
+        webhook_id=webhook_id,
+        limit=MAX_TABLE_ROWS,
+        cursor=cursor,
     )
     return await page.show(
         "webhook.html", f"Webhook {webhook_id}", user_id=user_id, webhook_id=webhook_id, calls=calls
@@ -183,7 +201,7 @@ async def show_orders(
                 "from": since or None,
                 "to": until or None,
                 "cursor": cursor,
-                "limit": ROWS,
+                "limit": MAX_TABLE_ROWS,
             }
         )
     return await page.show(
@@ -210,11 +228,15 @@ async def show_attention(
     changed lots."""
     return await page.show(
         "attention.html",
-        waiting=page.read(attention.list_attention, cursor=cursor, limit=ROWS, unknown=True),
-        differences=page.read(attention.list_open_reconciliations, after=after, limit=ROWS),
-        persons=page.read(attention.list_person_matches, limit=ROWS),
-        changes=page.read(instruments.list_changes, limit=ROWS),
-        rows=ROWS,
+        waiting=page.read(
+            attention.list_attention, cursor=cursor, limit=MAX_TABLE_ROWS, unknown=True
+        ),
+        differences=page.read(
+            attention.list_open_reconciliations, after=after, limit=MAX_TABLE_ROWS
+        ),
+        persons=page.read(attention.list_person_matches, limit=MAX_TABLE_ROWS),
+        changes=page.read(instruments.list_changes, limit=MAX_TABLE_ROWS),
+        rows=MAX_TABLE_ROWS,
     )
 
 
@@ -226,7 +248,12 @@ async def show_switches(
     cursor: switches.Cursor = None,
 ) -> HTMLResponse:
     """Shows every switch that was ever set, and a form that sets one."""
-    filters = {"state": state or None, "prefix": prefix or None, "cursor": cursor, "limit": ROWS}
+    filters = {
+        "state": state or None,
+        "prefix": prefix or None,
+        "cursor": cursor,
+        "limit": MAX_TABLE_ROWS,
+    }
     return await page.show(
         "switches.html", switched=page.read(switches.list_switches, **filters), states=SwitchState
     )
@@ -246,11 +273,11 @@ async def show_instruments(
     cursor: Annotated[PlainText, Query(max_length=64)] = "",
 ) -> HTMLResponse:
     """Shows who lists each broker's instruments, and a search among them."""
-    filters = {"query": query, "kind": kind or None, "after": cursor, "limit": ROWS}
+    filters = {"query": query, "kind": kind or None, "after": cursor, "limit": MAX_TABLE_ROWS}
     return await page.show(
         "instruments.html",
         sources=page.read(instruments.list_sources),
-        changes=page.read(instruments.list_changes, limit=ROWS),
+        changes=page.read(instruments.list_changes, limit=MAX_TABLE_ROWS),
         listed=page.read(instruments.search_instruments, **filters),
         kinds=InstrumentKind,
     )
@@ -281,7 +308,7 @@ async def show_servers(page: InPage) -> HTMLResponse:
         servers=page.read(fleet.list_servers),
         schedules=page.read_part(page.services.fleet.list_schedules()),
         summary=page.read(fleet.show_fleet),
-        passes=page.read(fleet.list_passes, odd=True, limit=ROWS),
+        passes=page.read(fleet.list_passes, odd=True, limit=MAX_TABLE_ROWS),
         primary=page.read(fleet.show_primary),
     )
 
@@ -304,7 +331,7 @@ async def show_jobs(page: InPage) -> HTMLResponse:
         "jobs.html",
         seen=page.read_part(asyncio.to_thread(look)),
         types=page.read(jobs.get_job_types),
-        letters=page.read(dead_letters.list_dead_letters, kind="job", limit=ROWS),
+        letters=page.read(dead_letters.list_dead_letters, kind="job", limit=MAX_TABLE_ROWS),
     )
 
 
@@ -313,7 +340,9 @@ async def show_dead_letters(
     page: InPage, kind: dead_letters.Kind = None, cursor: PageCursor = None
 ) -> HTMLResponse:
     """Shows what failed for good."""
-    letters = page.read(dead_letters.list_dead_letters, kind=kind, cursor=cursor, limit=ROWS)
+    letters = page.read(
+        dead_letters.list_dead_letters, kind=kind, cursor=cursor, limit=MAX_TABLE_ROWS
+    )
     return await page.show("dead_letters.html", letters=letters)
 
 
@@ -322,7 +351,7 @@ async def show_keys(
     page: InPage, revoked: bool = False, cursor: UUID | None = None
 ) -> HTMLResponse:
     """Shows API keys, which an administrator revokes here."""
-    api_keys = page.read(keys.list_api_keys, revoked=revoked, limit=ROWS, cursor=cursor)
+    api_keys = page.read(keys.list_api_keys, revoked=revoked, limit=MAX_TABLE_ROWS, cursor=cursor)
     return await page.show("keys.html", keys=api_keys, revoked=revoked)
 
 
@@ -341,7 +370,7 @@ async def show_audit(page: InPage, query: Annotated[AuditPageQuery, Query()]) ->
 
 
 #: A working day; who works longer logs in anew.
-LIFE = timedelta(hours=12)
+SESSION_TTL = timedelta(hours=12)
 #: What browsers say of a request by a page of ours, or by nobody's page.
 _OURS = frozenset({"same-origin", "none"})
 
@@ -383,7 +412,7 @@ async def log_in(
         if caller.user_id is not None:
             await quotas.spend_act(session, caller.user_id, ends=False)
         began = await api_keys.begin_session(
-            session, token, UUID(caller.key_id), datetime.now(UTC) + LIFE
+            session, token, UUID(caller.key_id), datetime.now(UTC) + SESSION_TTL
         )
         subject = f"key:{caller.key_id}"
         audit.append_entry(session, caller.actor, "page.logged_in", subject, id=str(began.id))
@@ -394,7 +423,7 @@ async def log_in(
     response.set_cookie(
         cookie_name(secure=secure, root_path=root),
         token,
-        max_age=LIFE // timedelta(seconds=1),
+        max_age=SESSION_TTL // timedelta(seconds=1),
         path=root or "/",
         secure=secure,
         httponly=True,

@@ -36,7 +36,7 @@ from workflows.worker_pool.policy import PoolPolicyInvalid
 
 HALF_WAY = "The pool may be half way: start it again, or the one to the version before."
 #: For one answer. A count, or a query of a large pool, may hold the workflow's task up.
-TIMEOUT = timedelta(seconds=10)
+ANSWER_TIMEOUT = timedelta(seconds=10)
 _REFUSALS: dict[str | None, type[BerthError]] = {
     PoolPolicyInvalid.code: PoolPolicyInvalid,
     POOL_CHANGED: PoolChanged,
@@ -62,7 +62,7 @@ class PoolControl:
                     "view",
                     result_type=PoolView,
                     reject_condition=QueryRejectCondition.NOT_OPEN,
-                    rpc_timeout=TIMEOUT,
+                    rpc_timeout=ANSWER_TIMEOUT,
                 )
         except (NoPool, WorkflowQueryRejectedError):  # ended by hand: a pool never ends by itself
             raise await self._missing(pool) from None
@@ -79,7 +79,7 @@ class PoolControl:
         handle = self.client.get_workflow_handle(worker_pool_id(pool))
         try:
             with temporal_errors(missing=NoPool()):
-                async with asyncio.timeout(TIMEOUT.total_seconds()):
+                async with asyncio.timeout(ANSWER_TIMEOUT.total_seconds()):
                     view: PoolView = await handle.execute_update(
                         name, args=args, result_type=PoolView
                     )
@@ -120,7 +120,7 @@ class RolloutControl:
                     task_queue=BULK_QUEUE,
                     id_conflict_policy=WorkflowIDConflictPolicy.FAIL,
                     id_reuse_policy=WorkflowIDReusePolicy.ALLOW_DUPLICATE,
-                    rpc_timeout=TIMEOUT,
+                    rpc_timeout=ANSWER_TIMEOUT,
                     static_summary=f"pool {given.pool} to version {to}",
                 )
         except WorkflowAlreadyStartedError:
@@ -146,13 +146,13 @@ class RolloutControl:
                 if run.end == "completed":
                     # Not queried: the release that ran it may be gone,
                     # and its result says the same.
-                    ended: RolloutView = await handle.result(rpc_timeout=TIMEOUT)
+                    ended: RolloutView = await handle.result(rpc_timeout=ANSWER_TIMEOUT)
                     return ended
                 if not run.is_open:
                     why = await explain_end(self.client, handle.id, run)
                     raise NoRollout(f"the last rollout of pool {pool} was {why}. {HALF_WAY}")
                 view: RolloutView = await handle.query(
-                    "view", result_type=RolloutView, rpc_timeout=TIMEOUT
+                    "view", result_type=RolloutView, rpc_timeout=ANSWER_TIMEOUT
                 )
         except WorkflowFailureError:
             raise OrchestratorUnavailable("the rollout did not answer") from None
@@ -167,7 +167,7 @@ class RolloutControl:
                 raise _no_rollout(pool)
         handle = self.client.get_workflow_handle(rollout_id(pool))
         with temporal_errors(missing=_no_rollout(pool)):
-            await handle.signal("abort", AbortRollout(reason=reason), rpc_timeout=TIMEOUT)
+            await handle.signal("abort", AbortRollout(reason=reason), rpc_timeout=ANSWER_TIMEOUT)
         return await self.view(pool)
 
 

@@ -31,11 +31,11 @@ from infra import tasks
 from infra.process_metrics import read_samples, registry_of
 
 #: Seconds between two messages of each loop. A process that is killed loses what it counted since.
-PERIOD_S: Final = 1.0
+REPORT_INTERVAL_S: Final = 1.0
 #: Seconds that a scrape waits for the master, which gives the other processes 0.8 of them.
 GATHER_TIMEOUT_S: Final = 1.0
 #: Seconds for the last words of a process that ends.
-LAST_WORDS_S: Final = 0.5
+LAST_REPORT_TIMEOUT_S: Final = 0.5
 
 log = structlog.get_logger()
 
@@ -105,7 +105,7 @@ class MasterLink:
         finally:
             # uvloop raises RuntimeError for a connection that the master has closed.
             with suppress(OSError, RuntimeError, TimeoutError):
-                async with asyncio.timeout(LAST_WORDS_S):
+                async with asyncio.timeout(LAST_REPORT_TIMEOUT_S):
                     send(writer, Counted(await read_samples()))
                     writer.write_eof()
                     await writer.drain()
@@ -147,11 +147,11 @@ class MasterLink:
         await self._serves.wait()
         while True:
             self._send(Alive())
-            await asyncio.sleep(PERIOD_S)
+            await asyncio.sleep(REPORT_INTERVAL_S)
 
     async def _report_counts(self) -> None:
         while True:
-            await asyncio.sleep(PERIOD_S)
+            await asyncio.sleep(REPORT_INTERVAL_S)
             await self._send_counts(0)
 
     async def _send_counts(self, number: int) -> None:
@@ -177,5 +177,5 @@ class MasterLink:
 def report_failure(connection: socket.socket, error: BaseException) -> None:
     """Tells the master why this process ends before it has begun to serve."""
     with suppress(OSError):
-        connection.settimeout(LAST_WORDS_S)
+        connection.settimeout(LAST_REPORT_TIMEOUT_S)
         connection.sendall(encode_frame(Failed(f"{type(error).__name__}: {error}")))

@@ -41,10 +41,10 @@ from infra.processes import end_with_parent
 ANSWER_TIMEOUT_S: Final = 0.8
 #: Seconds without a sign of life after which a process that serves is replaced. 5 were too short on
 #: a busy machine: a process answers only between two pieces of work.
-SILENCE_S: Final = 30.0
+MAX_SILENCE_S: Final = 30.0
 #: Seconds until a process must serve. It takes 1.5 on an idle core.
 START_TIMEOUT_S: Final = 120.0
-#: Seconds for a stop: requests under way get 30 (`GRACE`).
+#: Seconds for a stop: requests under way get 30 (`STOP_GRACE_S`).
 STOP_TIMEOUT_S: Final = 40.0
 #: The master gives up after this many processes in a row
 #: that ended before they served, if none serves.
@@ -53,12 +53,14 @@ MAX_FAILED_STARTS: Final = 5
 MAX_DEATHS: Final = 20
 DEATHS_WINDOW_S: Final = 60.0
 #: Seconds until the next start after a failed one, doubled with each further one.
-RETRY_S, MAX_RETRY_S = 0.25, 5.0
+RETRY_INTERVAL_S = 0.25
+#: Seconds between two starts after failed ones, at most.
+MAX_RETRY_INTERVAL_S = 5.0
 #: More of them would be no longer pause, and at last too large a number.
 MAX_DOUBLINGS: Final = 10
 #: Seconds by which the master's own loop may be late.
 #: Beyond that, the silence of others proves nothing.
-OWN_PAUSE_S: Final = 5.0
+MAX_LOOP_DELAY_S: Final = 5.0
 
 log = structlog.get_logger()
 
@@ -263,7 +265,10 @@ class Master:
                 f"{self._failed_starts} processes of the API in a row ended before they served; "
                 f"the last one: {why}"
             )
-        return min(RETRY_S * 2.0 ** min(self._failed_starts - 1, MAX_DOUBLINGS), MAX_RETRY_S)
+        return min(
+            RETRY_INTERVAL_S * 2.0 ** min(self._failed_starts - 1, MAX_DOUBLINGS),
+            MAX_RETRY_INTERVAL_S,
+        )
 
     async def _listen(self, process: ServingProcess, reader: asyncio.StreamReader) -> None:
         decoder = msgspec.msgpack.Decoder(ToMaster)
@@ -312,10 +317,10 @@ class Master:
                     if now - process.started_at > START_TIMEOUT_S:
                         process.kill(f"it did not serve within {START_TIMEOUT_S:.0f} s")
                 elif process.heard_at is not None:
-                    if now - began > OWN_PAUSE_S:  # it was us who stood still
+                    if now - began > MAX_LOOP_DELAY_S:  # it was us who stood still
                         process.heard_at = now
-                    if now - process.heard_at > SILENCE_S:
-                        process.kill(f"no sign of life for {SILENCE_S:.0f} s")
+                    if now - process.heard_at > MAX_SILENCE_S:
+                        process.kill(f"no sign of life for {MAX_SILENCE_S:.0f} s")
 
     def _replace_all_soon(self) -> None:
         if self._replacing is None or self._replacing.done():

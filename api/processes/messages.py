@@ -13,10 +13,10 @@ import msgspec
 from infra.process_metrics import Samples
 
 #: Bytes. The samples of a busy process take 70,000.
-MAX_FRAME = 8 << 20
+MAX_FRAME_BYTES = 8 << 20
 #: Bytes that wait for a reader; with more, further messages are dropped.
-MAX_BACKLOG = 1 << 20
-_LENGTH = 4
+MAX_BACKLOG_BYTES = 1 << 20
+_LENGTH_BYTES = 4
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive"):
@@ -70,12 +70,12 @@ _encoder = msgspec.msgpack.Encoder()
 
 def encode_frame(message: ToMaster | FromMaster) -> bytes:
     body = _encoder.encode(message)
-    return len(body).to_bytes(_LENGTH) + body
+    return len(body).to_bytes(_LENGTH_BYTES) + body
 
 
 def send(writer: asyncio.StreamWriter, message: ToMaster | FromMaster) -> bool:
     """Sends a message without waiting. Returns False if it was dropped."""
-    if writer.is_closing() or writer.transport.get_write_buffer_size() > MAX_BACKLOG:
+    if writer.is_closing() or writer.transport.get_write_buffer_size() > MAX_BACKLOG_BYTES:
         return False
     writer.write(encode_frame(message))
     return True
@@ -87,8 +87,8 @@ async def receive(reader: asyncio.StreamReader, decoder: msgspec.msgpack.Decoder
     Raises `EOFError` or `OSError` at the end of the connection,
     `OverflowError` for a frame that is too long.
     """
-    length = int.from_bytes(await reader.readexactly(_LENGTH))
-    if length > MAX_FRAME:
+    length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES))
+    if length > MAX_FRAME_BYTES:
         raise OverflowError(f"a frame of {length} bytes")
     body = await reader.readexactly(length)
     try:

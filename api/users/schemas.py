@@ -102,7 +102,7 @@ def _list_brokers(schema: dict[str, Any]) -> None:
 
 
 #: Bytes of a certificate in PKCS#12; real ones have about 5,000.
-MAX_CERTIFICATE = 32 * 1024
+MAX_CERTIFICATE_BYTES = 32 * 1024
 
 Secret = Annotated[SecretStr, Field(max_length=512)]
 
@@ -129,7 +129,7 @@ class CredentialsRequest(Body):
     secret_key: Secret = SecretStr("")
     person_id: SecretStr = Field(default=SecretStr(""), max_length=32)
     ca_certificate: Base64Bytes = Field(
-        default=b"", repr=False, max_length=MAX_CERTIFICATE, description="PKCS#12, Base64."
+        default=b"", repr=False, max_length=MAX_CERTIFICATE_BYTES, description="PKCS#12, Base64."
     )
     ca_password: SecretStr = Field(default=SecretStr(""), max_length=256)
 

@@ -59,17 +59,19 @@ from worker_runtime.protocol.messages import OrderState, Side
 from worker_runtime.protocol.order_terms import ODD_LOTS, OrderCondition
 
 #: Seconds that a signal stays with the process that carries it out, unless that renews the lease.
-LEASE = 10.0
+LEASE_TTL_S = 10.0
 #: Lanes, or signals that came too late, that one round looks at.
 MAX_LANES_PER_ROUND = 50
-#: Seconds between two tries of a signal that something is in the way of: the first, and the
-#: longest.
-RETRY_PAUSE, MAX_RETRY_PAUSE = 0.2, 1.0
+#: Seconds between the first two attempts of a signal that something is in the way of; 1.5 times as
+#: long each time.
+RETRY_INTERVAL_S = 0.2
+#: Seconds between two attempts of such a signal, at most.
+MAX_RETRY_INTERVAL_S = 1.0
 #: Seconds between two reads of an order that is waited for, in case a notice was lost.
-CHECK_PERIOD = 0.5
+CHECK_INTERVAL_S = 0.5
 #: Seconds past its deadline for which a signal stays in the queue while its last order is
 #: unanswered.
-ANSWER_GRACE = 3.0
+ANSWER_GRACE_S = 3.0
 
 
 @dataclass(eq=False)
@@ -164,7 +166,7 @@ class SignalQueue:
         event = self._waiting.setdefault(call_id, asyncio.Event())
         try:
             while (remaining_s := until - time.monotonic()) > 0:
-                if await heard_within(event, min(CHECK_PERIOD / 2, remaining_s)):
+                if await heard_within(event, min(CHECK_INTERVAL_S / 2, remaining_s)):
                     return
                 call = await self._database.fetch(signals.get_call, call_id)
                 if call is None or call.completed_at is not None:
@@ -180,7 +182,7 @@ class SignalQueue:
         """
         async with self._database.session() as session:
             if self._holders:
-                await signals.renew_leases(session, self._holders, LEASE)
+                await signals.renew_leases(session, self._holders, LEASE_TTL_S)
         await self._expire_queued()
         lanes = await self._database.fetch(signals.lanes_to_work, MAX_LANES_PER_ROUND)
         taken = [lane for lane in lanes if lane not in self._lanes]
@@ -211,7 +213,7 @@ class SignalQueue:
                 while True:
                     holder = uuid4()
                     async with self._database.session() as session:
-                        held = await signals.take_head(session, lane, holder, LEASE)
+                        held = await signals.take_head(session, lane, holder, LEASE_TTL_S)
                     if held is None:
                         break
                     self._holders.add(holder)
@@ -278,7 +280,7 @@ class SignalQueue:
         """
         if run.held.webhook.revoked_at is not None:
             raise errors.WebhookUnknown("the webhook was revoked")
-        pause = RETRY_PAUSE
+        pause = RETRY_INTERVAL_S
         obstacle = run.call.reason or ""
         while True:
             try:
@@ -305,7 +307,7 @@ class SignalQueue:
                 await asyncio.sleep(run.remaining_s)
                 raise _expired(obstacle)
             await asyncio.sleep(pause)
-            pause = min(pause * 1.5, MAX_RETRY_PAUSE)
+            pause = min(pause * 1.5, MAX_RETRY_INTERVAL_S)
 
     async def _try(self, run: SignalRun) -> SignalPlan:
         async with self._database.session(autocommit=True) as session:
@@ -397,7 +399,7 @@ class SignalQueue:
         placed = await self._positions.place_together(
             call.user_id,
             legs,
-            run.remaining_s + ANSWER_GRACE,
+            run.remaining_s + ANSWER_GRACE_S,
             actor_of(run.held.webhook),
             quiet=quiet,
             not_after=run.until,
@@ -442,7 +444,7 @@ class SignalQueue:
 
     async def _await_rest(self, run: SignalRun) -> None:
         """Waits until each order rests at the broker or is final."""
-        end = run.until + ANSWER_GRACE
+        end = run.until + ANSWER_GRACE_S
         for name, order in list(run.orders.items()):
             run.orders[name] = await self._order_when(
                 run, order, lambda view: view.final or view.state not in UNANSWERED, end
@@ -459,7 +461,9 @@ class SignalQueue:
                 with suppress(RedisError):
                     order = await read_again(self._reader, order)
                 if not fits(order):
-                    await heard_within(news, min(CHECK_PERIOD, max(0.0, end - time.monotonic())))
+                    await heard_within(
+                        news, min(CHECK_INTERVAL_S, max(0.0, end - time.monotonic()))
+                    )
         return order
 
 

@@ -40,11 +40,11 @@ from infra.settings import Settings
 from worker_runtime.protocol.errors import BerthError
 
 #: Bytes; a signal of TradingView has 300 or so, and at most 4,096 characters.
-MAX_BODY = 16 * 1024
+MAX_BODY_BYTES = 16 * 1024
 #: Seconds between two rounds of the queue's keeper.
 KEEPER_INTERVAL_S = 2.0
 #: Signals of the release before that one round takes over.
-MAX_TAKEN_OVER = 20
+MAX_TAKEOVERS_PER_ROUND = 20
 #: Seconds within which a webhook's signals are counted.
 COUNT_WINDOW_S = 60.0
 
@@ -132,7 +132,7 @@ class SignalReceiver:
 
         Raises `DatabaseUnavailable`.
         """
-        for _ in range(MAX_TAKEN_OVER):
+        for _ in range(MAX_TAKEOVERS_PER_ROUND):
             if not await self._take_over_delivery():
                 break
         return await self.queue.keep()
@@ -340,7 +340,7 @@ _SECRET_LIKE = re.compile(r"[A-Za-z0-9_-]{24,}")
 def shown_body(body: bytes) -> str:
     """Returns a call's text as its owner may see it:
     bounded, and without anything that may be a secret."""
-    text = body[: 2 * MAX_BODY].decode("utf-8", "replace")
+    text = body[: 2 * MAX_BODY_BYTES].decode("utf-8", "replace")
     with suppress(ValueError, RecursionError):
         words = json.loads(text)
         if isinstance(words, dict):
@@ -364,8 +364,8 @@ def _checked_signal(webhook: Webhook, source: str, body: bytes) -> Signal:
     `WebhookSecretWrong`."""
     if webhook.sources and not is_within(source, map(parse_network, webhook.sources)):
         raise errors.SourceNotAllowed
-    if len(body) > MAX_BODY:
-        raise errors.BodyTooLarge(f"a signal has at most {MAX_BODY} bytes")
+    if len(body) > MAX_BODY_BYTES:
+        raise errors.BodyTooLarge(f"a signal has at most {MAX_BODY_BYTES} bytes")
     signal = schemas.parse_signal(body)
     if not webhooks.has_secret(webhook, signal.secret):
         raise errors.WebhookSecretWrong

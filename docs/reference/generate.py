@@ -415,7 +415,7 @@ def broker_page() -> str:
                 f"{limits.connections} connections, {limits.logins_per_day} logins a day, "
                 f"{limits.orders_per_10s} orders in 10 s, {limits.queries_per_5s} queries in 5 s"
             ),
-            "silence after a ban": f"{limits.cool_down_s:g} s",
+            "shortest pause after a refusal": f"{limits.cool_down_s:g} s",
             "characters of an order's tag": str(record.tag_length),
             "a changed quantity means": record.quantity_change.value.replace("_", " "),
             "lists have the orders of all sessions": "yes" if record.lists.all_sessions else "no",

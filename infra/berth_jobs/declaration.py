@@ -22,12 +22,12 @@ R = TypeVar("R")
 #: Errors after which another attempt makes sense, unless the type names its own.
 DEFAULT_RETRY_ON: tuple[type[BaseException], ...] = (ConnectionError, TimeoutError)
 #: Bytes that a job's processes may have in memory.
-DEFAULT_MEMORY = 512 * 1024 * 1024
+DEFAULT_MEMORY_BYTES = 512 * 1024 * 1024
 MAX_PRIORITY = 9
-#: Seconds.
-MAX_TIMEOUT = MAX_BACKOFF = 86_400.0
+#: Seconds: a day, and a year for a key that makes jobs unique.
+MAX_TIMEOUT_S = MAX_BACKOFF_S = 86_400.0
+MAX_UNIQUE_FOR_S = 366 * 86_400.0
 MAX_ATTEMPTS = 1000
-MAX_UNIQUE_FOR = 366 * 86_400.0
 MAX_CONCURRENCY = 1000
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
@@ -59,7 +59,7 @@ class DeclaredJob(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 5
     timeout: float | None = None
     #: Bytes that the job and what it starts may have in memory.
-    memory: int = DEFAULT_MEMORY
+    memory: int = DEFAULT_MEMORY_BYTES
     max_attempts: int | None = None
     retry_on: tuple[type[BaseException], ...] = DEFAULT_RETRY_ON
     #: Pauses before the second attempt, the third and so on; the last one repeats.
@@ -151,7 +151,7 @@ def job(
     queue: str = "default",
     priority: int = 5,
     timeout: float | None = None,
-    memory: int = DEFAULT_MEMORY,
+    memory: int = DEFAULT_MEMORY_BYTES,
     max_attempts: int | None = None,
     retry_on: type[BaseException] | Sequence[type[BaseException]] = DEFAULT_RETRY_ON,
     backoff: float | Sequence[float] = (),
@@ -260,9 +260,9 @@ def _check(declared: DeclaredJob) -> None:
             raise ValueError(f"{field} is a whole number from {lowest} to {highest}")
     timeout = 1.0 if declared.timeout is None else declared.timeout
     for field, seconds, longest in (
-        ("timeout", timeout, MAX_TIMEOUT),
-        ("unique_for", declared.unique_for or 1.0, MAX_UNIQUE_FOR),
-        *(("backoff", pause or 1.0, MAX_BACKOFF) for pause in declared.backoff),
+        ("timeout", timeout, MAX_TIMEOUT_S),
+        ("unique_for", declared.unique_for or 1.0, MAX_UNIQUE_FOR_S),
+        *(("backoff", pause or 1.0, MAX_BACKOFF_S) for pause in declared.backoff),
     ):
         if not 0 < seconds <= longest:
             raise ValueError(f"{field} is more than 0 and at most {longest:.0f} seconds")

@@ -53,7 +53,7 @@ MAX_ARGUMENTS_BYTES, MAX_JOB_BYTES = 64 * 1024, 64 * 1024 + 4096
 #: Jobs that are sent before their replies are read, and jobs of one call of the script. A call of
 #: 25 jobs costs Valkey half of 25 calls, and more jobs gain nothing (measured); other clients wait
 #: for its 0.4 ms.
-PIPELINE_JOBS, SCRIPT_JOBS = 500, 25
+JOBS_PER_PIPELINE, JOBS_PER_SCRIPT_CALL = 500, 25
 #: Seconds for which an enqueue is repeated while Valkey is away.
 RETRY_FOR_S = 10.0
 CONNECT_TIMEOUT_S, ANSWER_TIMEOUT_S = 5.0, 10.0
@@ -254,7 +254,7 @@ class DirectProducer:
         be sent again, because each has its id.
         """
         iterator = iter(calls)
-        batches = iter(lambda: list(islice(iterator, PIPELINE_JOBS)), [])
+        batches = iter(lambda: list(islice(iterator, JOBS_PER_PIPELINE)), [])
         jobs = self._send(next(batches, []))  # loads the script, if Valkey does not know it
         connection: Any = self._redis.connection_pool.get_connection()  # redis-py types it in part
         pending: list[DirectCall] = []
@@ -396,7 +396,9 @@ class DirectProducer:
 
 def _groups(calls: Sequence[DirectCall]) -> list[Sequence[DirectCall]]:
     """Return the calls in groups: the script is called once for each."""
-    return [calls[at : at + SCRIPT_JOBS] for at in range(0, len(calls), SCRIPT_JOBS)]
+    return [
+        calls[at : at + JOBS_PER_SCRIPT_CALL] for at in range(0, len(calls), JOBS_PER_SCRIPT_CALL)
+    ]
 
 
 def _read_reply(connection: Any) -> Any:

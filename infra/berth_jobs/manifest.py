@@ -14,10 +14,11 @@ import msgspec
 
 from .declaration import DeclaredJob, JobFunction
 
+#: Types of one manifest.
 MAX_TYPES = 500
 #: Bytes of one type's JSON Schema, and of one whole manifest.
-MAX_SCHEMA = 32 * 1024
-MAX_MANIFEST = 4 * 1024 * 1024
+MAX_SCHEMA_BYTES = 32 * 1024
+MAX_MANIFEST_BYTES = 4 * 1024 * 1024
 
 _APPLICATION = re.compile(r"[a-z][a-z0-9-]{0,31}")
 _Application = Annotated[str, msgspec.Meta(pattern=rf"^{_APPLICATION.pattern}\Z")]
@@ -149,8 +150,10 @@ def describe_type(application: str, declared: DeclaredJob) -> ManifestType:
 
 def read_manifest(data: bytes) -> JobManifest:
     """Decodes a manifest and checks all bounds; raises `BadManifest`."""
-    if len(data) > MAX_MANIFEST:
-        raise BadManifest(f"a manifest has at most {MAX_MANIFEST} bytes, this one has {len(data)}")
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise BadManifest(
+            f"a manifest has at most {MAX_MANIFEST_BYTES} bytes, this one has {len(data)}"
+        )
     try:
         manifest = msgspec.json.decode(data, type=JobManifest)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -165,9 +168,9 @@ def read_manifest(data: bytes) -> JobManifest:
         if kind.name in seen:
             raise BadManifest(f"{kind.name} is declared twice; give one of them another name")
         seen.add(kind.name)
-        if len(msgspec.json.encode(kind.arguments_schema)) > MAX_SCHEMA:
+        if len(msgspec.json.encode(kind.arguments_schema)) > MAX_SCHEMA_BYTES:
             raise BadManifest(
-                f"{kind.name}: the schema of its arguments has more than {MAX_SCHEMA} bytes"
+                f"{kind.name}: the schema of its arguments has more than {MAX_SCHEMA_BYTES} bytes"
             )
     return manifest
 

@@ -23,13 +23,13 @@ from .errors import ApiError, OutcomeUnsettled, UnexpectedAnswer, Unreachable, d
 from .events import Subscription
 
 #: Seconds to connect, and for an answer on top of what the API itself may wait.
-CONNECT, ANSWER = 5.0, 10.0
+CONNECT_TIMEOUT_S, ANSWER_TIMEOUT_S = 5.0, 10.0
 #: Seconds that the API waits for an outcome when a call does not say: its own default.
 DEFAULT_WAIT_S = 10.0
 #: Seconds within which an outcome is asked for again.
 OUTCOME_TIMEOUT_S = 60.0
 #: Seconds before a call is repeated the first time, doubled with each repeat, and at most.
-FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
+FIRST_RETRY_INTERVAL_S, MAX_RETRY_INTERVAL_S = 0.2, 5.0
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class ApiRequest:
             # None: an empty dict would take away the path's own query.
             "params": {name: value for name, value in self.query.items() if value is not None}
             or None,
-            "timeout": httpx.Timeout(ANSWER + self.wait, connect=CONNECT),
+            "timeout": httpx.Timeout(ANSWER_TIMEOUT_S + self.wait, connect=CONNECT_TIMEOUT_S),
         }
         if self.body is not None:
             options["content"] = msgspec.json.encode(self.body)
@@ -345,7 +345,7 @@ def _settle_order(
         wait=DEFAULT_WAIT_S if wait is None else wait,
     )
     until = time.monotonic() + patience
-    pause = FIRST_PAUSE
+    pause = FIRST_RETRY_INTERVAL_S
     order: models.OrderSnapshot | None = None
     sent = False
     while True:
@@ -379,7 +379,7 @@ def _settle_order(
                 raise failure
             raise OutcomeUnsettled(ticket_id, order) from failure
         yield rest
-        pause = min(2 * pause, LONGEST_PAUSE)
+        pause = min(2 * pause, MAX_RETRY_INTERVAL_S)
 
 
 def get_order(order_id: str) -> Call[models.OrderHistory]:

@@ -12,7 +12,7 @@ from msgspec import Struct
 from .models import OrderSnapshot
 
 #: How the types of answers begin that are no JSON: a file of orders, and what Prometheus reads.
-TEXTS = ("text/csv", "text/plain; version=")
+TEXT_TYPES = ("text/csv", "text/plain; version=")
 
 
 class BerthClientError(Exception):
@@ -131,7 +131,7 @@ def decode_answer(answer: httpx.Response, kind: Any) -> Any:
         )
     if answer.status_code == 204:
         return None
-    if kind is Any and answer.headers.get("content-type", "").startswith(TEXTS):
+    if kind is Any and answer.headers.get("content-type", "").startswith(TEXT_TYPES):
         return answer.text
     try:
         return msgspec.json.decode(answer.content, type=kind)

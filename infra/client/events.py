@@ -12,10 +12,10 @@ import msgspec
 from .errors import ApiError, BerthClientError, UnexpectedAnswer, Unreachable
 
 #: Seconds without a byte after which a stream counts as lost; the API sends a comment every 15 s.
-SILENCE = 45.0
+SILENCE_TIMEOUT_S = 45.0
 #: Seconds before a lost stream is opened again, unless the API says otherwise; doubled while that
 #: fails, up to the second.
-AGAIN, LONGEST_AGAIN = 1.0, 10.0
+RECONNECT_INTERVAL_S, MAX_RECONNECT_INTERVAL_S = 1.0, 10.0
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ class EventParser:
         self._rest = b""
         self._fields: dict[bytes, bytes] = {}
         #: Seconds to wait before the stream is opened again.
-        self.again = AGAIN
+        self.again = RECONNECT_INTERVAL_S
 
     def reset(self) -> None:
         """Forgets half an event: another answer begins."""
@@ -93,7 +93,7 @@ class Subscription(Generic[T]):
             "method": "GET",
             "url": self._path,
             "headers": {} if self._after is None else {"Last-Event-ID": str(self._after)},
-            "timeout": httpx.Timeout(SILENCE, connect=5.0),
+            "timeout": httpx.Timeout(SILENCE_TIMEOUT_S, connect=5.0),
         }
 
     def open(self, answer: httpx.Response) -> None:
@@ -139,6 +139,6 @@ class Subscription(Generic[T]):
             if not (passes and self._opened):
                 raise failure
         again = self._parser.again
-        seconds = min(again * (1 << self._failures), max(again, LONGEST_AGAIN))
+        seconds = min(again * (1 << self._failures), max(again, MAX_RECONNECT_INTERVAL_S))
         self._failures = min(self._failures + 1, 10)
         return max(seconds, requested_pause)

@@ -21,7 +21,11 @@ CHECK_INTERVAL_S = 30.0
 
 
 class KeptJob(Base):
-    """A job that was accepted."""
+    """A job that was accepted.
+
+    `user_id` holds the owner of the job's queue, which need not be a user: it is empty for the
+    fleet's jobs and has the tag `app:<name>` for an application's.
+    """
 
     __tablename__ = "kept_jobs"
     __table_args__ = (

@@ -24,7 +24,7 @@ from infra.exchange.matching import tick_at
 from infra.market.calendar import HOME_ZONE, home_broker
 from worker_runtime.protocol.errors import InstrumentsUnavailable
 from worker_runtime.protocol.instruments import (
-    MAX_PAGE,
+    MAX_INSTRUMENTS_PER_PAGE,
     Instrument,
     InstrumentKind,
     InstrumentPage,
@@ -128,7 +128,7 @@ class ExchangeInstruments:
         self._refresh()
         return self._listed.get(code)
 
-    def page(self, after: str = "", limit: int = MAX_PAGE) -> InstrumentPage:
+    def page(self, after: str = "", limit: int = MAX_INSTRUMENTS_PER_PAGE) -> InstrumentPage:
         """Return the instruments behind a code.
         Raises `InstrumentsUnavailable` while the list is missing."""
         if self._settings.missing:

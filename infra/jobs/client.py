@@ -20,7 +20,7 @@ from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.calls import reply_number, reply_progress, reply_text
 from worker_runtime.jobs.protocol.messages import (
-    RESULT_TTL,
+    RESULT_TTL_S,
     Job,
     JobOutcomeUnknown,
     JobResult,
@@ -31,7 +31,7 @@ from worker_runtime.jobs.protocol.scripts import ENQUEUE
 from worker_runtime.jobs.protocol.telemetry import JobEvent, JobEventFormatter
 from worker_runtime.protocol.authentication import RefusalCounter
 from worker_runtime.protocol.errors import BerthError, MalformedMessage
-from worker_runtime.protocol.messages import MAX_MESSAGE, Failure
+from worker_runtime.protocol.messages import MAX_MESSAGE_BYTES, Failure
 from worker_runtime.protocol.scripts import READ_BOUNDED
 
 log = structlog.get_logger()
@@ -150,14 +150,14 @@ class JobClient:
         """Counts a request for a job. Returns the number of requests in the time that a result is
         kept."""
         pipeline = self._client.pipeline(transaction=True)
-        pipeline.set(job_keys.recent_requests(tag), 0, ex=RESULT_TTL, nx=True)
+        pipeline.set(job_keys.recent_requests(tag), 0, ex=RESULT_TTL_S, nx=True)
         pipeline.incr(job_keys.recent_requests(tag))
         return int((await pipeline.execute())[1])
 
     async def get(self, job_id: str, *, tag: str = job_keys.FLEET_TAG) -> JobState | None:
         """Returns the job; None if there is none, or its result has expired. Raises
         `MalformedMessage` for a value that is not a job: a user's worker may write any of it."""
-        names, max_bytes = [job_keys.job(tag, job_id)], 2 * MAX_MESSAGE
+        names, max_bytes = [job_keys.job(tag, job_id)], 2 * MAX_MESSAGE_BYTES
         [flat] = await valkey.run_script(self._client, READ_BOUNDED, names, ["hash", max_bytes])
         stored = await valkey.reply_of(
             self._client.getrange(job_keys.result(tag, job_id), 0, max_bytes)

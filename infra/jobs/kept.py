@@ -25,7 +25,7 @@ from infra.database.engine import Database, DatabaseUnavailable
 from infra.database.kept_jobs import KeptJob
 from infra.jobs.client import JobClient, JobIdReused, JobState
 from worker_runtime.jobs.protocol.keys import application_of_tag, application_tag, tag_of
-from worker_runtime.jobs.protocol.messages import RESULT_KEPT, Job, encode_job, read_job
+from worker_runtime.jobs.protocol.messages import FLEET_RESULT_TTL_S, Job, encode_job, read_job
 from worker_runtime.protocol.errors import MalformedMessage
 
 log = structlog.get_logger()
@@ -168,7 +168,7 @@ def queued_form(job: Job, owner: str) -> Job:
     until their end is noted in PostgreSQL, which may be away for as long (`KeptJobSweeper`)."""
     if owner and not application_of_tag(owner):
         return job
-    return msgspec.structs.replace(job, result_ttl=max(job.result_ttl, RESULT_KEPT))
+    return msgspec.structs.replace(job, result_ttl=max(job.result_ttl, FLEET_RESULT_TTL_S))
 
 
 async def _refuse_reused(session: AsyncSession, owner: str, digests: Mapping[str, str]) -> None:

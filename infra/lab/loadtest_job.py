@@ -28,10 +28,10 @@ from worker_runtime.jobs.types.job_registry import JobRegistry
 from worker_runtime.jobs.types.job_type import JobContext, JobType
 from worker_runtime.process import kernel
 from worker_runtime.process.log import Log
-from worker_runtime.protocol.authentication import KEY_SIZE, MessageKey
+from worker_runtime.protocol.authentication import KEY_BYTES, MessageKey
 
 #: Bytes of one hash; hashlib releases the GIL for more than 2,047 of them.
-_CHUNK = 1 << 20
+_CHUNK_BYTES = 1 << 20
 
 
 class LoadtestArguments(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,7 +92,7 @@ def _spin(until: float, threads: int) -> None:
     import threading
 
     def hash_on() -> None:
-        data = bytes(_CHUNK)
+        data = bytes(_CHUNK_BYTES)
         while time.monotonic() < until:
             hashlib.sha256(data).digest()
 
@@ -104,8 +104,8 @@ def _spin(until: float, threads: int) -> None:
 
 
 #: Under which jobs of the lab are signed.
-KEYS = (MessageKey(1, bytes(KEY_SIZE)),)
-KEYS_IN_JSON = [[1, b64encode(bytes(KEY_SIZE)).decode()]]
+KEYS = (MessageKey(1, bytes(KEY_BYTES)),)
+KEYS_IN_JSON = [[1, b64encode(bytes(KEY_BYTES)).decode()]]
 
 LOADTEST = JobType(name="loadtest", arguments=LoadtestArguments, run=run_loadtest)
 #: The same under another name, for jobs that are mostly short, so that they are prefetched.

@@ -15,7 +15,7 @@ from infra.local.process import ServerFailed
 from worker_runtime.protocol import keys
 
 #: Seconds between two checks; a check takes 0.1 ms.
-_POLL_PERIOD = 0.002
+_POLL_INTERVAL_S = 0.002
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,5 +65,5 @@ class MarkPoller:
                 raise ServerFailed(
                     f"the mark of {user_id} has not become what was expected: {seen}"
                 )
-            time.sleep(_POLL_PERIOD)
+            time.sleep(_POLL_INTERVAL_S)
         return seen

@@ -17,7 +17,7 @@ import httptools
 
 from worker_runtime.protocol.errors import BerthError
 
-_CHUNK = 65536
+_CHUNK_BYTES = 65536
 
 
 class RequestFailed(BerthError, code="REQUEST_FAILED"):
@@ -100,5 +100,5 @@ class RestConnection:
         self._socket.sendall(request)
         answer = _ResponseReader()
         while not answer.complete:
-            answer.feed(self._socket.recv(_CHUNK))
+            answer.feed(self._socket.recv(_CHUNK_BYTES))
         return answer

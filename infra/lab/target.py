@@ -25,7 +25,7 @@ from infra.temporal.connection import open_client
 from infra.worker_task import Task
 
 #: Connections that register users at the same time.
-_MAKERS = 8
+_MAX_CONNECTIONS = 8
 #: Api key and secret key of each account.
 BENCH_KEYS = ("key", "secret")
 
@@ -79,12 +79,12 @@ class Target:
         `broker` shioaji: live accounts there,
         of which workers with the stand-in think that they are real.
         """
-        with ThreadPoolExecutor(max_workers=min(_MAKERS, count)) as threads:
+        with ThreadPoolExecutor(max_workers=min(_MAX_CONNECTIONS, count)) as threads:
             shares = threads.map(
                 lambda maker: self._make(
-                    [f"{prefix}{n}" for n in range(maker, count, _MAKERS)], broker
+                    [f"{prefix}{n}" for n in range(maker, count, _MAX_CONNECTIONS)], broker
                 ),
-                range(min(_MAKERS, count)),
+                range(min(_MAX_CONNECTIONS, count)),
             )
             users = [user for share in shares for user in share]
 

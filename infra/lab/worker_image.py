@@ -45,9 +45,9 @@ _OURS = ("docker", "tar")
 #: Of the container's root folder, which the worker's user has to enter.
 _ROOT_MODE = "755"
 #: Seconds of one step. On 2 idle cores debootstrap takes 50, a build without the SDK 10.
-_PATIENCE = 200.0
+_STEP_TIMEOUT_S = 200.0
 #: Built images that the cache keeps, 145 MB each.
-KEPT = 3
+MAX_KEPT_IMAGES = 3
 _BUILD_PROGRAMS = ("docker", "debootstrap", "apt-get")
 
 
@@ -109,7 +109,7 @@ class ImageBuilder:
             self.build(tag, extras)
             made = archive.with_suffix(".new")
             self._run("docker", "save", "--output", str(made), tag)
-            for older in sorted(self._cache.glob("worker-*.tar"), key=_age)[KEPT - 1 :]:
+            for older in sorted(self._cache.glob("worker-*.tar"), key=_age)[MAX_KEPT_IMAGES - 1 :]:
                 older.unlink(missing_ok=True)
             made.replace(archive)
 
@@ -255,7 +255,7 @@ class ImageBuilder:
                 capture_output=True,
                 text=True,
                 check=False,
-                timeout=_PATIENCE,
+                timeout=_STEP_TIMEOUT_S,
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise kind(f"{words[0]}: {error}") from None

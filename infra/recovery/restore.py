@@ -44,7 +44,7 @@ from worker_runtime.protocol.requests import SwitchState
 ABREAST, ROUNDS = 20, 5
 #: Seconds that are waited for a worker whose end nobody confirmed: its mark's life and 10 s more
 #: (one-owner).
-UNCONFIRMED = keys.MARK_TTL + 10.0
+UNCONFIRMED = keys.MARK_TTL_S + 10.0
 #: Seconds that connections of stopped servers get to be gone.
 LEAVE = 3.0
 #: Why workers and workflows are ended.

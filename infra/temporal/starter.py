@@ -233,7 +233,7 @@ def _error_of_update(failed: WorkflowUpdateFailedError) -> Exception:
         return _RetryStart(WorkerUnavailable(cause.message))
     error = from_code(cause.type or "", cause.message)
     if isinstance(error, (PoolExhausted, MemoryShort)):
-        error.retry_after = error.PAUSE
+        error.retry_after = error.RETRY_AFTER_S
     if type(error) is BerthError and not cause.non_retryable:
         # A code of the orchestrator's own, such as a launcher's: here it only means that no worker
         # came.

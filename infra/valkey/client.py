@@ -27,7 +27,7 @@ from redis.exceptions import (
 
 from infra.process_metrics import VALKEY_WAIT
 from worker_runtime.protocol import bounds, keys
-from worker_runtime.protocol.messages import MAX_MESSAGE
+from worker_runtime.protocol.messages import MAX_MESSAGE_BYTES
 from worker_runtime.protocol.scripts import READ_BOUNDED, Script
 from worker_runtime.protocol.sockets import KEEPALIVE_OPTIONS
 
@@ -190,7 +190,7 @@ async def read_answer(client: Redis, user_id: str, request_id: str) -> bytes:
     """Returns the answer in a response key,
     cut where none of ours is as long; empty if there is none."""
     data: bytes = await reply_of(
-        client.getrange(keys.response(user_id, request_id), 0, 2 * MAX_MESSAGE)
+        client.getrange(keys.response(user_id, request_id), 0, 2 * MAX_MESSAGE_BYTES)
     )
     return data
 

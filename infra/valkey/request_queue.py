@@ -123,7 +123,7 @@ class RequestQueue:
         if new == REPLY_CLIENT_ID_TAKEN:
             raise ClientOrderIdTaken(*text_of(item).split("|", 1))
         if new == REPLY_MEMORY_SHORT:
-            raise MemoryShort(retry_after=MemoryShort.PAUSE)
+            raise MemoryShort(retry_after=MemoryShort.RETRY_AFTER_S)
         return QueuedRequest(frame=parse_frame(item), new=bool(new), has_live_worker=bool(mark))
 
     async def withdraw(self, user_id: str, frame: Frame, answer: Answer) -> bool:
@@ -133,7 +133,7 @@ class RequestQueue:
                 self._client,
                 scripts.WITHDRAW,
                 keys.withdrawing(user_id, frame.request_id),
-                [frame.raw, self._answers.sign(user_id, answer), keys.ANSWER_TTL],
+                [frame.raw, self._answers.sign(user_id, answer), keys.ANSWER_TTL_S],
             )
         )
 
@@ -161,7 +161,7 @@ class RequestQueue:
             [
                 request_id,
                 self._answers.sign(user_id, answer),
-                keys.ANSWER_TTL,
+                keys.ANSWER_TTL_S,
                 SEEN_AFTER_DEADLINE_MS,
             ],
         )
@@ -172,7 +172,7 @@ class RequestQueue:
         """Stores an answer in place of a worker's; an earlier answer stays."""
         key = keys.response(user_id, answer.request_id)
         await self._client.set(
-            key, self._answers.sign(user_id, answer), ex=keys.ANSWER_TTL, nx=True
+            key, self._answers.sign(user_id, answer), ex=keys.ANSWER_TTL_S, nx=True
         )
 
     async def may_have_lost_order(self, accepted_at: datetime) -> bool:

@@ -101,7 +101,7 @@ class MessageSecrets:
             try:
                 for secret in self._keys(b"fingerprint"):
                     mine, key = secret.key.hex(), keys.secret(secret.version)
-                    others = await client.set(key, mine, nx=True, get=True, ex=keys.CLAIM_TTL)
+                    others = await client.set(key, mine, nx=True, get=True, ex=keys.CLAIM_TTL_S)
                     if others not in (None, mine.encode()):
                         hint = (
                             "other hosts have another secret under this version: copy one "

@@ -14,7 +14,7 @@ import structlog
 
 from infra.vault import key_file
 from infra.vault.key_file import KeyFileCorrupt
-from worker_runtime.protocol.authentication import KEY_SIZE
+from worker_runtime.protocol.authentication import KEY_BYTES
 from worker_runtime.protocol.errors import BerthError
 
 #: Seconds between two looks at the file.
@@ -94,7 +94,7 @@ def load_versions(path: Path) -> tuple[SecretVersion, ...]:
     if (
         not versions
         or numbers != descending
-        or any(len(secret.secret) != KEY_SIZE for secret in versions)
+        or any(len(secret.secret) != KEY_BYTES for secret in versions)
     ):
         raise KeyFileCorrupt(f"{path} is not a file of secret versions")
     return versions
@@ -123,7 +123,7 @@ def drop_before(path: Path, version: int) -> None:
 
 
 def new_version(number: int, payload_format: int = 1) -> SecretVersion:
-    return SecretVersion(number, secrets.token_bytes(KEY_SIZE), int(time.time()), payload_format)
+    return SecretVersion(number, secrets.token_bytes(KEY_BYTES), int(time.time()), payload_format)
 
 
 def _write(path: Path, versions: Sequence[SecretVersion]) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from api.http.streams import HEARTBEAT
+from api.http.streams import HEARTBEAT_INTERVAL_S
 from infra.jobs.scaling import WAITED
 from infra.launchers.ecs.records import GROUP
 from infra.settings import Settings
@@ -141,7 +141,7 @@ def test_a_leaving_api_task_drains_for_300_s(templates: Templates) -> None:
         for attribute in balancer["LoadBalancerAttributes"]
         if attribute["Key"] == "idle_timeout.timeout_seconds"
     ]
-    assert HEARTBEAT < idle < Settings().api_keep_alive, (
+    assert HEARTBEAT_INTERVAL_S < idle < Settings().api_keep_alive, (
         "the API must not be the first to close a connection of the balancer"
     )
 

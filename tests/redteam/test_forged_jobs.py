@@ -25,13 +25,13 @@ from worker_runtime.jobs.protocol.messages import (
     sign_job,
     sign_result,
 )
-from worker_runtime.protocol.authentication import KEY_SIZE, MessageKey
+from worker_runtime.protocol.authentication import KEY_BYTES, MessageKey
 from worker_runtime.protocol.errors import InvalidSignature, NewerKeyNeeded
 from worker_runtime.protocol.messages import encode
 
 __all__ = ["fleet", "harness"]  # fixtures
 
-MADE_UP = (MessageKey(1, b"x" * KEY_SIZE),)
+MADE_UP = (MessageKey(1, b"x" * KEY_BYTES),)
 
 
 def scripted(fleet: RunnerFleet, job_id: str) -> Job:
@@ -59,7 +59,7 @@ def test_a_job_that_no_process_of_ours_made_is_not_run(fleet: RunnerFleet) -> No
         ),
         "another-id": sign_job(genuine, KEYS),
         "altered": mac + b" " + encode_job(other),
-        "newer-key": sign_job(scripted(fleet, "newer-key"), (MessageKey(99, b"x" * KEY_SIZE),)),
+        "newer-key": sign_job(scripted(fleet, "newer-key"), (MessageKey(99, b"x" * KEY_BYTES),)),
         "garbled": b"\xff",
         "empty": b"",
     }

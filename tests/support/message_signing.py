@@ -15,7 +15,7 @@ from infra.vault import key_file, secret_versions
 from infra.vault.message_secret import MessageSecretFile, MessageSecrets
 from infra.vault.secret_versions import SecretVersion
 from worker_runtime.protocol.answers import SERVICE, read_answer, sign_answer, worker_author
-from worker_runtime.protocol.keys import MARK_TTL
+from worker_runtime.protocol.keys import MARK_TTL_S
 from worker_runtime.protocol.messages import Answer, RequestMessage, encode
 from worker_runtime.protocol.requests import OPEN_SWITCH, UserSwitch, sign_request
 from worker_runtime.protocol.worker_reports import VALID_UNTIL, sign_metadata
@@ -108,7 +108,7 @@ def worker_metadata(
 ) -> list[Any]:
     """Metadata with `epoch` and `worker` as the worker writes them: words, valid as long as a
     mark."""
-    until = int((time.time() + MARK_TTL) * 1000)
+    until = int((time.time() + MARK_TTL_S) * 1000)
     signed = sign_metadata(
         {**fields, VALID_UNTIL: until},
         user_id,

@@ -37,15 +37,15 @@ from worker_runtime.protocol.order_terms import OrderLot, TimeInForce
 from worker_runtime.protocol.requests import QuantityMeaning
 
 #: Seconds that one call may take.
-_CALL_S = 15.0
+_CALL_TIMEOUT_S = 15.0
 #: Seconds between two looks at the broker's list: 25 queries in 5 s are allowed.
-_POLL_S = 0.5
+_POLL_INTERVAL_S = 0.5
 #: Quantity of an order that is changed, and the number that is sent:
 #: what stays tells the meanings apart.
-_ORDERED, _SENT = 3, 1
+_ORDERED_QUANTITY, _SENT_QUANTITY = 3, 1
 #: Connections of a person at Shioaji,
 #: and days before the end of a certificate from which on it warns.
-_MAX_CONNECTIONS, _CERTIFICATE_DAYS = 5, 30
+_MAX_CONNECTIONS, _CERTIFICATE_WARNING_DAYS = 5, 30
 
 OpenBroker = Callable[[OnOrderChanged], Broker]
 
@@ -68,7 +68,8 @@ class BrokerCheck:
     def __init__(
         self, request: CheckRequest, open_broker: OpenBroker, report: Callable[[CheckStep], None]
     ) -> None:
-        """`open_broker` makes an unconnected session; `report` gets each step as it ends."""
+        """Takes `open_broker`, which makes an unconnected session, and `report`, which gets each
+        step as it ends."""
         self._request = request
         self._open = open_broker
         self._report = report
@@ -151,7 +152,7 @@ class BrokerCheck:
     def _log_in(self) -> str:
         broker = self._open(self._changes.append)
         try:
-            broker.login(self._request.credentials, 2 * _CALL_S)
+            broker.login(self._request.credentials, 2 * _CALL_TIMEOUT_S)
         except BaseException:
             broker.close()
             raise
@@ -172,7 +173,7 @@ class BrokerCheck:
     def _check_connections(self) -> str:
         if not self._is_shioaji:
             raise StepSkipped("this broker does not show its connections")
-        connections = self._probe.connections(_CALL_S)
+        connections = self._probe.connections(_CALL_TIMEOUT_S)
         self._evidence = {"connections": connections}
         if connections >= _MAX_CONNECTIONS:
             raise StepWarned(
@@ -189,7 +190,7 @@ class BrokerCheck:
             raise StepFailed(
                 "the certificate has expired: get a new one from the broker and store it"
             )
-        if days <= _CERTIFICATE_DAYS:
+        if days <= _CERTIFICATE_WARNING_DAYS:
             raise StepWarned(f"the certificate expires in {days:.0f} days")
         return f"the certificate is valid for {days:.0f} days"
 
@@ -201,7 +202,7 @@ class BrokerCheck:
         return f"{self._request.symbol} is {contract}"
 
     def _check_ping(self) -> str:
-        self._session.ping(_CALL_S)
+        self._session.ping(_CALL_TIMEOUT_S)
         if self._is_shioaji:
             state, reasons = self._probe.cache_health()
             self._evidence = {"cache": state, "reasons": reasons}
@@ -210,7 +211,7 @@ class BrokerCheck:
         return "the session answers"
 
     def _check_list(self) -> str:
-        listing = self._session.orders(_CALL_S)
+        listing = self._session.orders(_CALL_TIMEOUT_S)
         self._evidence = {
             "orders": len(listing.orders),
             "absence_certain": listing.behind is not None,
@@ -229,7 +230,7 @@ class BrokerCheck:
             self._await(placed, lambda order: order.state is OrderState.SUBMITTED, "be accepted")
             accepted = time.monotonic() - began
             began = time.monotonic()
-            self._session.cancel(placed.broker_order_id, _CALL_S)
+            self._session.cancel(placed.broker_order_id, _CALL_TIMEOUT_S)
             self._await(placed, lambda order: order.state is OrderState.CANCELLED, "be cancelled")
             self._evidence |= {
                 "accepted_after_s": round(accepted, 2),
@@ -245,8 +246,8 @@ class BrokerCheck:
     def _check_second_session(self) -> str:
         other = self._open(lambda change: None)
         try:
-            other.login(self._request.credentials, 2 * _CALL_S)
-            listed = {order.broker_order_id for order in other.orders(_CALL_S).orders}
+            other.login(self._request.credentials, 2 * _CALL_TIMEOUT_S)
+            listed = {order.broker_order_id for order in other.orders(_CALL_TIMEOUT_S).orders}
         finally:
             other.close()
         seen = bool(listed & set(self._placed))
@@ -266,30 +267,36 @@ class BrokerCheck:
         is taken off, 1 where it is the new total."""
         if not self._is_shioaji:
             raise StepSkipped("this broker's quantity changes are known to mean a new total")
-        with self._order(_ORDERED, lot) as placed:
+        with self._order(_ORDERED_QUANTITY, lot) as placed:
             self._await(placed, lambda order: order.state is OrderState.SUBMITTED, "be accepted")
-            before = self._probe.show(placed.broker_order_id, _CALL_S)
-            self._probe.send_quantity(placed.broker_order_id, _SENT, _CALL_S)
+            before = self._probe.show(placed.broker_order_id, _CALL_TIMEOUT_S)
+            self._probe.send_quantity(placed.broker_order_id, _SENT_QUANTITY, _CALL_TIMEOUT_S)
             changed = self._await(
                 placed,
-                lambda order: order.quantity != _ORDERED or order.state in FINAL_ORDER_STATES,
+                lambda order: (
+                    order.quantity != _ORDERED_QUANTITY or order.state in FINAL_ORDER_STATES
+                ),
                 "change",
             )
-            after = self._probe.show(placed.broker_order_id, _CALL_S)
+            after = self._probe.show(placed.broker_order_id, _CALL_TIMEOUT_S)
             meanings = {
-                _ORDERED - _SENT: QuantityMeaning.REDUCE_BY,
-                _SENT: QuantityMeaning.NEW_TOTAL,
+                _ORDERED_QUANTITY - _SENT_QUANTITY: QuantityMeaning.REDUCE_BY,
+                _SENT_QUANTITY: QuantityMeaning.NEW_TOTAL,
             }
             meaning = (
                 None if changed.state in FINAL_ORDER_STATES else meanings.get(changed.quantity)
             )
-            self._evidence = {"ordered": _ORDERED, "sent": _SENT, "left": changed.quantity}
+            self._evidence = {
+                "ordered": _ORDERED_QUANTITY,
+                "sent": _SENT_QUANTITY,
+                "left": changed.quantity,
+            }
             self._evidence |= {"before": before, "after": after, "events": self._events_of(placed)}
             if meaning is None:
                 raise StepFailed(
-                    f"{_ORDERED} were ordered, {_SENT} was sent, {changed.quantity} stay as "
-                    f"{changed.state.value}: neither meaning explains that, and nothing is "
-                    "confirmed"
+                    f"{_ORDERED_QUANTITY} were ordered, {_SENT_QUANTITY} was sent, "
+                    f"{changed.quantity} stay as {changed.state.value}: neither meaning explains "
+                    "that, and nothing is confirmed"
                 )
             self._evidence["meaning"] = msgspec.to_builtins(
                 SeenMeaning(
@@ -301,7 +308,10 @@ class BrokerCheck:
                     meaning=meaning,
                 )
             )
-        return f"{_ORDERED} ordered, {_SENT} sent, {changed.quantity} stay: {meaning.value}"
+        return (
+            f"{_ORDERED_QUANTITY} ordered, {_SENT_QUANTITY} sent, "
+            f"{changed.quantity} stay: {meaning.value}"
+        )
 
     def _try_partial_fill(self) -> str:
         """Orders more than is offered at the price, and cancels the rest of what was filled."""
@@ -319,7 +329,7 @@ class BrokerCheck:
                     "it bought is yours"
                 )
             before = self._shown(placed)
-            self._session.cancel(placed.broker_order_id, _CALL_S)
+            self._session.cancel(placed.broker_order_id, _CALL_TIMEOUT_S)
             ended = self._await(
                 placed, lambda order: order.state in FINAL_ORDER_STATES, "be cancelled"
             )
@@ -348,8 +358,8 @@ class BrokerCheck:
         return f"{filled} of {ordered} were filled and are yours, the rest is cancelled"
 
     def _shown(self, placed: BrokerOrder) -> dict[str, Any]:
-        """The SDK's own fields of an order, where there is an SDK."""
-        return self._probe.show(placed.broker_order_id, _CALL_S) if self._is_shioaji else {}
+        """Returns the SDK's own fields of an order; empty for a broker without an SDK."""
+        return self._probe.show(placed.broker_order_id, _CALL_TIMEOUT_S) if self._is_shioaji else {}
 
     def _check_nothing_left(self) -> str:
         """Cancels what still works of our orders, and says what could not be."""
@@ -358,12 +368,12 @@ class BrokerCheck:
         working = self._working()
         for order in working:
             try:
-                self._session.cancel(order.broker_order_id, _CALL_S)
+                self._session.cancel(order.broker_order_id, _CALL_TIMEOUT_S)
             except OrderRejected:
                 continue  # it has ended meanwhile
         until = time.monotonic() + self._request.patience_s
         while working and time.monotonic() < until:
-            time.sleep(_POLL_S)
+            time.sleep(_POLL_INTERVAL_S)
             working = self._working()
         if working:
             ids = ", ".join(order.broker_order_id for order in working)
@@ -418,23 +428,23 @@ class BrokerCheck:
                 reply_to="",
                 generation="",
             ),
-            _CALL_S,
+            _CALL_TIMEOUT_S,
         )
         self._placed[placed.broker_order_id] = tag
         try:
             yield placed
         finally:
             with suppress(BerthError):  # it has ended; the last step says so if it has not
-                self._session.cancel(placed.broker_order_id, _CALL_S)
+                self._session.cancel(placed.broker_order_id, _CALL_TIMEOUT_S)
 
     def _await(
         self, placed: BrokerOrder, enough: Callable[[BrokerOrder], bool], goal: str
     ) -> BrokerOrder:
-        """The order as the broker's list shows it once that is enough.
-        Raises `StepFailed` if it never is."""
+        """Returns the order as the broker's list shows it, as soon as that is enough. Raises
+        `StepFailed` if it never is."""
         until = time.monotonic() + self._request.patience_s
         while True:
-            listed = self._session.orders(_CALL_S).orders
+            listed = self._session.orders(_CALL_TIMEOUT_S).orders
             order = next((o for o in listed if o.broker_order_id == placed.broker_order_id), None)
             if order is not None and enough(order):
                 return order
@@ -443,10 +453,10 @@ class BrokerCheck:
                 raise StepFailed(
                     f"the order did not {goal} in {self._request.patience_s:.0f} s: it {state}"
                 )
-            time.sleep(min(_POLL_S, max(0.01, until - time.monotonic())))
+            time.sleep(min(_POLL_INTERVAL_S, max(0.01, until - time.monotonic())))
 
     def _working(self) -> list[BrokerOrder]:
-        listed = self._session.orders(_CALL_S).orders
+        listed = self._session.orders(_CALL_TIMEOUT_S).orders
         return [
             order
             for order in listed

@@ -64,7 +64,7 @@ class ConnectionKey(NamedTuple):
 
     @property
     def at_broker(self) -> str:
-        """The account's id as the broker knows it."""
+        """Returns the account's id as the broker knows it."""
         return self.number or self.account_id
 
 
@@ -74,7 +74,8 @@ class BrokerOrderTerms(Protocol):
 
     @property
     def order_id(self) -> str:
-        """Berth's id of the order, for an adapter's own log. Brokers that keep a tag get `tag`."""
+        """Returns Berth's id of the order, for an adapter's own log. A broker that keeps a tag gets
+        `tag`."""
 
     @property
     def symbol(self) -> str: ...
@@ -91,7 +92,7 @@ class BrokerOrderTerms(Protocol):
 
     @property
     def price(self) -> Decimal | None:
-        """None unless `price_type` is `LIMIT`."""
+        """Returns the limit price; None unless `price_type` is `LIMIT`."""
 
     @property
     def time_in_force(self) -> TimeInForce: ...
@@ -107,8 +108,8 @@ class BrokerOrderTerms(Protocol):
 
     @property
     def tag(self) -> str:
-        """Berth's short id of the order at the broker:
-        its lists and events should bring it back."""
+        """Returns Berth's short id of the order at the broker, which its lists and events should
+        bring back."""
 
 
 class Listing(NamedTuple):
@@ -148,8 +149,8 @@ class Broker(Protocol):
         state, which Shioaji counts as an order, too. No I/O."""
 
     def reference_price(self, symbol: str) -> Decimal | None:
-        """The price from which today's limits count;
-        None if not known in half a second. Never raises."""
+        """Returns the price from which today's limits count; None if it is not known within half a
+        second. Never raises."""
 
     def cancel(self, broker_order_id: str, timeout: float) -> BrokerOrder:
         """Cancels a working order, once; returns it as the broker reports it. Raises
@@ -170,7 +171,7 @@ class Broker(Protocol):
         nothing for this order, raises `QuantityChangeUnconfirmed`."""
 
     def orders(self, timeout: float) -> Listing:
-        """Today's orders of this account, and how complete the list is."""
+        """Returns today's orders of this account, and how complete the list is."""
 
     def positions(self, timeout: float) -> list[Position]: ...
 
@@ -180,8 +181,8 @@ class Broker(Protocol):
         """Raises if the session is no longer alive."""
 
     def alive(self) -> bool:
-        """False as soon as this adapter knows that its session has ended; True proves nothing.
-        Called before each order and once a second: no I/O, never raises."""
+        """Returns False as soon as this adapter knows that its session has ended; True proves
+        nothing. Called before each order and once a second: does no I/O and never raises."""
 
     def close(self) -> None:
         """Logs out, within a second; never raises, may be called twice."""
@@ -192,8 +193,8 @@ class UsesCertificate(Protocol):
     """A broker whose orders are signed with a certificate of the user."""
 
     def certificate_ends_ms(self) -> int:
-        """Unix ms at which the session's certificate expires;
-        0: there is none, or that is not known."""
+        """Returns the Unix ms at which the session's certificate expires; 0 if there is none, or if
+        that is not known."""
 
 
 @runtime_checkable
@@ -202,8 +203,8 @@ class ListsInstruments(Protocol):
     says what symbols mean."""
 
     def instruments(self, timeout: float) -> Iterable[Instrument]:
-        """All instruments that an account of this connection can trade today, each code once, in
-        any order. Changes nothing at the broker.
+        """Yields all instruments that an account of this connection can trade today, each code
+        once, in any order. Changes nothing at the broker.
 
         The session calls this in a thread of its own, a few times a day at most, while orders are
         placed from another one. A generator is better than a list: the session pauses between
@@ -226,7 +227,7 @@ class AdapterFactory(Protocol):
         on_order: OnOrderChanged,
         options: Mapping[str, str],
     ) -> Broker:
-        """Return an unconnected session. `client` names the worker, for a broker's
+        """Returns an unconnected session. `client` names the worker, for a broker's
         own log; `options` are the operator's for this broker
         (`BERTH_BROKER_OPTIONS`). Raises `BrokerError`."""
 

@@ -13,7 +13,7 @@ from worker_runtime.protocol.launch import WorkerConfig
 def create_broker(
     config: WorkerConfig, key: ConnectionKey, client: str, on_order: OnOrderChanged
 ) -> Broker:
-    """Return an unconnected broker session for `key`.
+    """Returns an unconnected broker session for `key`.
 
     `client` names this worker in an exchange's ledger; `on_order` is called from any
     thread. Raises `BrokerError` for a broker that this worker does not have, and for an
@@ -31,8 +31,8 @@ def create_broker(
 
 @cache
 def load_adapter(path: str) -> AdapterFactory:
-    """Import an adapter, once a process,
-    by its path `package.module:name`. Raises `BrokerError`."""
+    """Imports an adapter, once a process, by its path `package.module:name`. Raises
+    `BrokerError`."""
     module, _, name = path.partition(":")
     try:
         factory: AdapterFactory = getattr(import_module(module), name)

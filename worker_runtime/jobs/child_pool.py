@@ -20,13 +20,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from worker_runtime.jobs.child_process import (
-    MAX_PACKET,
+    MAX_PACKET_BYTES,
     BuiltInChildProcess,
     CancelRun,
     encode_message,
     receive_packet,
 )
-from worker_runtime.jobs.protocol.messages import RUNNER_TTL, Job
+from worker_runtime.jobs.protocol.messages import RUNNER_TTL_S, Job
 from worker_runtime.jobs.queue import ClaimedJob
 from worker_runtime.jobs.types.job_registry import JobRegistry
 from worker_runtime.process import kernel
@@ -39,7 +39,7 @@ _ENTRY_MARGIN_S = 60
 _MAX_HALF_BYTES = 8192
 #: Bytes of one read. Each job is followed by one, mostly in vain:
 #: memory for 64 KiB cost more than the call.
-_CHUNK = 16384
+_CHUNK_BYTES = 16384
 
 
 class OutputCapture:
@@ -58,7 +58,7 @@ class OutputCapture:
         pipe's end."""
         for _ in range(8):
             try:
-                data = os.read(self.descriptor, _CHUNK)
+                data = os.read(self.descriptor, _CHUNK_BYTES)
             except BlockingIOError:
                 return True
             if not data:
@@ -287,7 +287,7 @@ def make_ends(
     runner_ends.callback(near.close)
     child_ends.callback(far.close)
     for end in (near, far):
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MAX_PACKET)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MAX_PACKET_BYTES)
     near.setblocking(False)
     reader, writer = os.pipe2(os.O_CLOEXEC)
     runner_ends.callback(os.close, reader)
@@ -322,7 +322,9 @@ class JobRun:
 class RunningJobs:
     """All runs, by their fences. A kill is TERM to the child's whole group, then KILL."""
 
-    def __init__(self, grace: float, ttl: int = RUNNER_TTL, margin: int = _ENTRY_MARGIN_S) -> None:
+    def __init__(
+        self, grace: float, ttl: int = RUNNER_TTL_S, margin: int = _ENTRY_MARGIN_S
+    ) -> None:
         """Takes `grace`, the seconds between TERM and KILL, and the runner's entry's `ttl` and
         `margin` (see `entry_ttl`)."""
         self._grace = grace

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 
 from worker_runtime.jobs.protocol.messages import (
-    MAX_RESULT,
+    MAX_RESULT_BYTES,
     NULL,
     JobFailed,
     ResultTooLarge,
@@ -38,23 +38,24 @@ if TYPE_CHECKING:
     from worker_runtime.jobs.types.job_registry import JobRegistry
 
 #: Characters of a traceback that are kept; its end says where the error happened.
-MAX_TRACEBACK = 8192
-MAX_DETAIL = 1000
+MAX_TRACEBACK_LENGTH = 8192
+#: Characters of an error's detail that are kept.
+MAX_DETAIL_LENGTH = 1000
 #: Descriptors below this are closed after the fork. A runner has about three for each child.
-_DESCRIPTORS = 1024
+_MAX_DESCRIPTORS = 1024
 #: `_signal` takes plain numbers.
-_DEFAULT = int(signal.SIG_DFL)
+_DEFAULT_HANDLER = int(signal.SIG_DFL)
 #: Seconds between two messages of progress; those that come sooner are dropped.
 _PROGRESS_INTERVAL_S = 0.1
 #: Bytes of one report of progress; a larger one is dropped.
-MAX_PROGRESS = 8 * 1024
+MAX_PROGRESS_BYTES = 8 * 1024
 #: Seconds that a run may ask to wait for its next attempt.
 MAX_DELAY_S = 86_400.0
 #: Bytes of one packet: a job or a result (64 KiB each) and its envelope.
-MAX_PACKET = 160 * 1024
+MAX_PACKET_BYTES = 160 * 1024
 
 
-class JobAssignment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="run"):
+class StartRun(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="run"):
     """Runner → child: run this job."""
 
     fence: int
@@ -64,7 +65,7 @@ class JobAssignment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     secrets: dict[str, str] = {}
 
     def __repr__(self) -> str:
-        return f"JobAssignment(fence={self.fence})"
+        return f"StartRun(fence={self.fence})"
 
 
 class CancelRun(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
@@ -105,30 +106,28 @@ def bounded(outcome: RunOutcome) -> RunOutcome:
     a child of an application runs code that nobody checked."""
     failure, value = outcome.failure, outcome.value
     if failure is not None:
-        detail = failure.detail[:MAX_DETAIL]
+        detail = failure.detail[:MAX_DETAIL_LENGTH]
         failure = Failure(code=failure.code[:64], detail=detail, retryable=failure.retryable)
-    elif len(value) > MAX_RESULT:
-        too_large = ResultTooLarge(f"{len(value)} bytes are more than {MAX_RESULT}")
+    elif len(value) > MAX_RESULT_BYTES:
+        too_large = ResultTooLarge(f"{len(value)} bytes are more than {MAX_RESULT_BYTES}")
         failure, value = Failure.of(too_large), NULL
     return msgspec.structs.replace(
         outcome,
         value=value,
         failure=failure,
         took=min(max(outcome.took, 0.0), MAX_DELAY_S),
-        traceback=outcome.traceback[-MAX_TRACEBACK:],
+        traceback=outcome.traceback[-MAX_TRACEBACK_LENGTH:],
         delay=None if outcome.delay is None else min(max(outcome.delay, 0.0), MAX_DELAY_S),
-        output=outcome.output[:MAX_PACKET],
+        output=outcome.output[:MAX_PACKET_BYTES],
     )
 
 
 encode_message = msgspec.json.Encoder().encode
-_to_child: msgspec.json.Decoder[JobAssignment | CancelRun] = msgspec.json.Decoder(
-    JobAssignment | CancelRun
-)
+_to_child: msgspec.json.Decoder[StartRun | CancelRun] = msgspec.json.Decoder(StartRun | CancelRun)
 read_to_child = _to_child.decode
 #: One buffer for all sockets of the process, which has one thread. A new one for each packet costs
 #: 15 us (measured), as much as the rest of the call.
-_buffer = bytearray(MAX_PACKET)
+_buffer = bytearray(MAX_PACKET_BYTES)
 _view = memoryview(_buffer)
 
 
@@ -151,7 +150,7 @@ class ChildProcess:
         self._uses = uses
         self._next_progress = 0.0
 
-    def run_job(self, assignment: JobAssignment) -> RunOutcome:
+    def run_job(self, start: StartRun) -> RunOutcome:
         """Runs one job; raises nothing that the job raises."""
         raise NotImplementedError
 
@@ -162,10 +161,10 @@ class ChildProcess:
             self.isolate(parent)
             while self._uses > 0 and (packet := receive_packet(self._link)):
                 self._uses -= 1
-                assignment = read_to_child(packet)
-                if isinstance(assignment, CancelRun):  # of a job that has just ended
+                start = read_to_child(packet)
+                if isinstance(start, CancelRun):  # of a job that has just ended
                     continue
-                outcome = self.run_job(assignment)
+                outcome = self.run_job(start)
                 self._flush_output()
                 self._link.send(encode_message(outcome))
                 if outcome.last:
@@ -186,7 +185,7 @@ class ChildProcess:
         kernel.rename_process("berth-job")
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
-            _set_handler(number, _DEFAULT)
+            _set_handler(number, _DEFAULT_HANDLER)
         _set_mask(signal.SIG_SETMASK, ())
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
@@ -194,7 +193,7 @@ class ChildProcess:
         os.dup2(self._output, 2)
         kept = self._link.fileno()
         os.closerange(3, kept)
-        os.closerange(kept + 1, _DESCRIPTORS)
+        os.closerange(kept + 1, _MAX_DESCRIPTORS)
         gc.enable()
 
     def send_progress(self, fence: int, value: object) -> None:
@@ -226,23 +225,23 @@ class BuiltInChildProcess(ChildProcess):
         self._registry = registry
         self._size = size
 
-    def run_job(self, assignment: JobAssignment) -> RunOutcome:
-        fence, kind = assignment.fence, None
+    def run_job(self, start: StartRun) -> RunOutcome:
+        fence, kind = start.fence, None
         began = time.monotonic()
         try:
-            job = read_job(bytes(assignment.job))
+            job = read_job(bytes(start.job))
             kind = self._registry.find(job.name)
             self._limit_memory(kind)
             context = JobContext(
                 job.job_id,
-                assignment.attempt,
+                start.attempt,
                 fence,
                 lambda value: self.send_progress(fence, value),
             )
             returned = kind.run(self._registry.arguments(kind, job.args), context)
             value = msgspec.json.encode(returned)
-            if len(value) > MAX_RESULT:
-                raise ResultTooLarge(f"{len(value)} bytes are more than {MAX_RESULT}")
+            if len(value) > MAX_RESULT_BYTES:
+                raise ResultTooLarge(f"{len(value)} bytes are more than {MAX_RESULT_BYTES}")
             took = time.monotonic() - began
             return RunOutcome(
                 fence=fence, value=msgspec.Raw(value), took=took, last=self._uses == 0
@@ -253,7 +252,7 @@ class BuiltInChildProcess(ChildProcess):
     def _failed(
         self, fence: int, kind: JobType | None, error: BaseException, took: float
     ) -> RunOutcome:
-        text = "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]
+        text = "".join(traceback.format_exception(error))[-MAX_TRACEBACK_LENGTH:]
         known = (
             error
             if isinstance(error, BerthError)
@@ -262,7 +261,9 @@ class BuiltInChildProcess(ChildProcess):
         retryable = kind is not None and kind.retryable(error)
         return RunOutcome(
             fence=fence,
-            failure=Failure(code=known.code, detail=known.detail[:MAX_DETAIL], retryable=retryable),
+            failure=Failure(
+                code=known.code, detail=known.detail[:MAX_DETAIL_LENGTH], retryable=retryable
+            ),
             took=took,
             traceback=text,
             delay=known.retry_after,

@@ -10,7 +10,7 @@ from worker_runtime.jobs.child_process import RunOutcome
 from worker_runtime.jobs.protocol.messages import (
     MAX_CRASHES,
     NULL,
-    RESULT_TTL,
+    RESULT_TTL_S,
     Job,
     JobCancelled,
     JobCrashed,
@@ -31,7 +31,7 @@ from worker_runtime.protocol.messages import Failure
 
 #: Retries spread by up to a quarter of their delay,
 #: earlier or later; none comes before its `Retry-After`.
-_JITTER = 0.25
+_JITTER_SHARE = 0.25
 
 
 @dataclass(slots=True)
@@ -133,10 +133,10 @@ class RunJudge:
         )
 
 
-def jittered(delay: float, shorter: float = _JITTER) -> float:
+def jittered(delay: float, shorter: float = _JITTER_SHARE) -> float:
     """Returns `delay` (seconds), up to a quarter longer, or shorter by up to the part `shorter`."""
     # Jitter needs no cryptographic randomness.
-    return delay * random.uniform(1 - shorter, 1 + _JITTER)  # noqa: S311
+    return delay * random.uniform(1 - shorter, 1 + _JITTER_SHARE)  # noqa: S311
 
 
 class PendingRunEnds:
@@ -163,7 +163,7 @@ class PendingRunEnds:
         finished = []
         for end in self._open:
             end.sent += 1
-            ttl = RESULT_TTL if end.job is None else end.job.result_ttl
+            ttl = RESULT_TTL_S if end.job is None else end.job.result_ttl
             status, result = end.result.status, sign_result(end.result, self._message_keys)
             job_id, fence = end.claimed.job_id, end.claimed.fence
             finished.append(FinishedRun(job_id, fence, status, result, ttl, end.delay, end.crashed))

@@ -8,7 +8,7 @@ from worker_runtime.jobs.own_types.config import OwnTypesConfig
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol import webhook_signing
 from worker_runtime.jobs.protocol.catalog import PROVIDER_QUEUES
-from worker_runtime.jobs.protocol.messages import FAILED_TTL, FIFO_QUEUE, RUNNER_TTL
+from worker_runtime.jobs.protocol.messages import FAILED_TTL_S, FIFO_QUEUE, RUNNER_TTL_S
 from worker_runtime.process.config import BadConfig
 from worker_runtime.process.valkey import BadValkeyAddress, ValkeyAddress
 from worker_runtime.protocol.authentication import MessageKey
@@ -104,12 +104,12 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
     lease: Annotated[float, msgspec.Meta(ge=1, le=300)] = 5.0
     #: For which the runner's entry lives without a renewal,
     #: and beyond the timeout of its longest job.
-    runner_ttl: Annotated[int, msgspec.Meta(ge=10, le=86_400)] = RUNNER_TTL
+    runner_ttl: Annotated[int, msgspec.Meta(ge=10, le=86_400)] = RUNNER_TTL_S
     timeout_margin: Annotated[int, msgspec.Meta(ge=0, le=86_400)] = 60
     #: Between TERM and KILL of a job that has timed out or was cancelled.
     kill_grace: _Seconds = 5.0
     #: For which a failed job is kept.
-    failed_ttl: Annotated[int, msgspec.Meta(ge=1)] = FAILED_TTL
+    failed_ttl: Annotated[int, msgspec.Meta(ge=1)] = FAILED_TTL_S
     #: The runner ends after this long without a job; 0: never.
     #: Then something else must hear the doorbell.
     idle_exit: _Seconds = 0.0

@@ -9,16 +9,16 @@ import msgspec
 
 from worker_runtime.jobs.child_pool import ChildPool, JobChild, JobRun, NotForked, RunningJobs
 from worker_runtime.jobs.child_process import (
-    MAX_PROGRESS,
-    JobAssignment,
+    MAX_PROGRESS_BYTES,
     RunOutcome,
+    StartRun,
     bounded,
     encode_message,
     read_report,
 )
 from worker_runtime.jobs.completion import PendingRunEnds, RunJudge
 from worker_runtime.jobs.config import RunnerConfig
-from worker_runtime.jobs.prefetch import MAX_PREFETCHED, PrefetchedJobs, RuntimeEstimate
+from worker_runtime.jobs.prefetch import MAX_PREFETCHED_JOBS, PrefetchedJobs, RuntimeEstimate
 from worker_runtime.jobs.protocol.messages import Job, JobStatus, read_signed_job
 from worker_runtime.jobs.queue import ClaimedJob
 from worker_runtime.jobs.registration import RunnerRegistration
@@ -30,7 +30,7 @@ from worker_runtime.protocol.authentication import RefusalCounter
 from worker_runtime.protocol.errors import BerthError, InvalidSignature
 
 #: Seconds between two looks at the memory of running jobs.
-MEMORY_PERIOD = 0.2
+MEMORY_CHECK_INTERVAL_S = 0.2
 
 
 class JobExecutor:
@@ -84,7 +84,7 @@ class JobExecutor:
             return 0
         if not all(run.claimed.plain for run in self._runs):
             return 0
-        return MAX_PREFETCHED - len(self.prefetched)
+        return MAX_PREFETCHED_JOBS - len(self.prefetched)
 
     def receivers(self) -> Counter[str]:
         """The receivers of all jobs that the runner holds, and how many each has."""
@@ -177,7 +177,7 @@ class JobExecutor:
         """Sends a job to a child, or to a second one if the first has just ended. Raises
         `NotForked`."""
         packet = encode_message(
-            JobAssignment(
+            StartRun(
                 fence=claimed.fence,
                 attempt=claimed.attempt,
                 job=msgspec.Raw(claimed.body),
@@ -203,7 +203,7 @@ class JobExecutor:
             self.stopping = True
         if not self.pool.watches_memory or time.monotonic() < self._next_memory_check:
             return
-        self._next_memory_check = time.monotonic() + MEMORY_PERIOD
+        self._next_memory_check = time.monotonic() + MEMORY_CHECK_INTERVAL_S
         for run in self._runs:
             if run.kill_reason != "memory" and self.pool.exceeds_memory(run):
                 self._log.warning("job_exceeds_memory", job=run.claimed.job_id, type=run.job.name)
@@ -305,7 +305,7 @@ class JobExecutor:
         if isinstance(report, RunOutcome):
             self._end_run(run, report)
             return
-        if len(report.value) > MAX_PROGRESS:
+        if len(report.value) > MAX_PROGRESS_BYTES:
             return
         try:
             if self._registration.reachable:
@@ -321,7 +321,7 @@ class JobExecutor:
             if child.shared_by:  # the child continues with its other jobs
                 self._runs.remove(run)
                 self.pool.give_back(child)
-                self._add_death(run, "", outcome.output[:MAX_PROGRESS])
+                self._add_death(run, "", outcome.output[:MAX_PROGRESS_BYTES])
             return  # the kill caused this failure; the child's end decides
         outcome = bounded(outcome)
         child.capture.read()

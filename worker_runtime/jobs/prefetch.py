@@ -18,18 +18,19 @@ from worker_runtime.jobs.protocol.messages import Job
 from worker_runtime.jobs.queue import ClaimedJob
 
 #: Jobs that wait at most. Sixteen gain no more than eight (measured).
-MAX_PREFETCHED = 8
+MAX_PREFETCHED_JOBS = 8
 #: Seconds after which waiting jobs go back to the queue:
 #: the job before them takes longer than usual.
-MAX_PREFETCH_WAIT = 0.02
+PREFETCH_TIMEOUT_S = 0.02
 #: Seconds. Only types that run for less than this are prefetched: a job costs the runner and Valkey
 #: 0.4 ms, so there is little to gain on longer ones, and another runner could start those sooner.
-BRIEF_RUNTIME = 0.002
+MAX_BRIEF_RUNTIME_S = 0.002
 #: Seconds that one run counts at most: one pause of the host says little about the type.
-_MAX_SAMPLE = 0.01
+_MAX_SAMPLE_S = 0.01
 #: Seconds assumed for a type that has not run yet: it takes six quick runs to count as brief.
-_INITIAL_ESTIMATE = 0.004
-_WEIGHT = 1 / 8
+_INITIAL_ESTIMATE_S = 0.004
+#: Share of the latest run in the average.
+_SAMPLE_WEIGHT = 1 / 8
 
 
 class RuntimeEstimate:
@@ -39,12 +40,14 @@ class RuntimeEstimate:
         self._mean: dict[str, float] = {}
 
     def add_run(self, name: str, seconds: float) -> None:
-        mean = self._mean.get(name, _INITIAL_ESTIMATE)
-        self._mean[name] = mean + (min(seconds, _MAX_SAMPLE) - mean) * _WEIGHT
+        mean = self._mean.get(name, _INITIAL_ESTIMATE_S)
+        self._mean[name] = mean + (min(seconds, _MAX_SAMPLE_S) - mean) * _SAMPLE_WEIGHT
 
     def brief_types(self) -> str:
         """Returns the types that may be prefetched, comma separated, as a claim takes them."""
-        return ",".join(sorted(name for name, mean in self._mean.items() if mean < BRIEF_RUNTIME))
+        return ",".join(
+            sorted(name for name, mean in self._mean.items() if mean < MAX_BRIEF_RUNTIME_S)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +112,7 @@ class PrefetchedJobs:
         """Returns the seconds until the jobs have waited for too long."""
         if not self.may_start():
             return math.inf
-        return self._jobs[0].since + MAX_PREFETCH_WAIT - time.monotonic()
+        return self._jobs[0].since + PREFETCH_TIMEOUT_S - time.monotonic()
 
     def fences(self) -> set[int]:
         return {waiting.claimed.fence for waiting in self._jobs}

@@ -16,11 +16,11 @@ from worker_runtime.jobs.protocol import scripts as job_scripts
 from worker_runtime.jobs.protocol.manifest import check_reply, publish
 from worker_runtime.jobs.protocol.messages import (
     BOOST_MS,
-    FAILED_TTL,
+    FAILED_TTL_S,
+    FLEET_RESULT_TTL_S,
     MAX_CRASHES,
-    RESULT_KEPT,
-    RESULT_TTL,
-    RUNNER_TTL,
+    RESULT_TTL_S,
+    RUNNER_TTL_S,
     JobResult,
     JobStatus,
     read_result,
@@ -77,7 +77,7 @@ class FinishedRun(msgspec.Struct, frozen=True):
     fence: int
     status: JobStatus
     result: bytes
-    result_ttl: int = RESULT_TTL
+    result_ttl: int = RESULT_TTL_S
     delay: float = 0.0
     crashed: bool = False
 
@@ -112,9 +112,9 @@ class JobQueue:
         self, client: Valkey, identity: RunnerIdentity, tag: str = job_keys.FLEET_TAG
     ) -> None:
         #: Seconds that the runner's entry lives without a renewal.
-        self.runner_ttl = RUNNER_TTL
+        self.runner_ttl = RUNNER_TTL_S
         #: Seconds that a failed job is kept.
-        self.failed_ttl = FAILED_TTL
+        self.failed_ttl = FAILED_TTL_S
         self.client = client
         self.identity = identity
         self.tag = tag
@@ -220,7 +220,7 @@ class JobQueue:
         self,
         state: str,
         jobs: Sequence[str],
-        ttl: int = RUNNER_TTL,
+        ttl: int = RUNNER_TTL_S,
         counted: tuple[int, bytes] = (0, b""),
     ) -> Renewal:
         """Renews the lease and shows `state`; the entry lives for `ttl` seconds. Safe to repeat.
@@ -249,7 +249,7 @@ class JobQueue:
         return _fates(self._reap(self.identity.runner_id, b"", 0))
 
     def _reap(self, runner_id: str, beat: bytes, crashes: int) -> Any:
-        kept = RESULT_TTL if self.tag.startswith("user:") else RESULT_KEPT
+        kept = RESULT_TTL_S if self.tag.startswith("user:") else FLEET_RESULT_TTL_S
         return self._run(
             job_scripts.REAP, runner_id, beat, crashes, MAX_CRASHES, kept, self.failed_ttl
         )

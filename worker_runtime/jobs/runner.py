@@ -32,7 +32,7 @@ from worker_runtime.protocol.launch import ExitCode, WorkerConfig
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
 #: Jobs of one claim. Each may cost a fork, and the lease is renewed between two claims: under a
 #: quota of a quarter CPU, 64 forks among busy children took longer than a lease (measured).
-_MAX_CLAIM = 4
+_MAX_JOBS_PER_CLAIM = 4
 #: Seconds that a stopping runner tries to write the ends of its last jobs.
 _SHUTDOWN_TIMEOUT_S = 10.0
 #: Seconds that it then tries to sign off. A runner next to a session gets four seconds in all.
@@ -41,7 +41,7 @@ _SIGN_OFF_TIMEOUT_S = 3.0
 #: so a long lease will do: a write every 5 s.
 _USER_RUNNER_LEASE_S = 15.0
 #: Orders come first: at 10, the kernel gives a busy session about nine times as much CPU.
-_USERS_NICE = 10
+_USER_RUNNER_NICE = 10
 
 
 class QueueListener(Doorbell):
@@ -287,7 +287,7 @@ class JobRunner:
         self._may_have_work |= bool(self._pending_ends)
         max_jobs = prefetch = 0
         if self._may_have_work:
-            max_jobs = min(self._executor.free_slots(), _MAX_CLAIM)
+            max_jobs = min(self._executor.free_slots(), _MAX_JOBS_PER_CLAIM)
             prefetch = self._executor.prefetch_room()
         brief = self._executor.runtime_estimate.brief_types() if prefetch else ""
         try:
@@ -404,7 +404,7 @@ class JobRunner:
 def run_for_user(config: WorkerConfig, shared_state: SharedState, log: Log) -> ExitCode:
     """Runs a user's jobs next to the session, one at a time, until none came for a while or a
     signal comes."""
-    os.nice(_USERS_NICE)
+    os.nice(_USER_RUNNER_NICE)
     try:
         kernel.die_first()  # when memory runs out; by size alone the session would die first
     except OSError as error:

@@ -10,7 +10,7 @@ import time
 #: adjtimex(2): the clock is not synchronised.
 _TIME_ERROR = 5
 
-SECOND = 1_000_000_000
+NS_PER_S = 1_000_000_000
 NS_PER_MS = 1_000_000
 
 
@@ -26,7 +26,7 @@ def wall_ms() -> int:
 
 def seconds_until(deadline_ns: int) -> float:
     """Returns the seconds until a time on CLOCK_MONOTONIC (ns); negative when it has passed."""
-    return (deadline_ns - time.monotonic_ns()) / SECOND
+    return (deadline_ns - time.monotonic_ns()) / NS_PER_S
 
 
 def clock_is_synchronised() -> bool | None:

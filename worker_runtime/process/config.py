@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from worker_runtime.process.shared_state import LEASE_MARGIN
+from worker_runtime.process.shared_state import LEASE_MARGIN_S
 from worker_runtime.process.valkey import BadValkeyAddress, ValkeyAddress
 from worker_runtime.protocol import launch_document
 from worker_runtime.protocol.errors import BerthError
@@ -24,7 +24,7 @@ from worker_runtime.protocol.launch import WorkerConfig
 from worker_runtime.protocol.launch_document import BadLaunchDocument, BadLaunchKey
 
 #: Bytes. A configuration has about 600.
-_MAX_SIZE = 64 * 1024
+_MAX_CONFIG_BYTES = 64 * 1024
 #: The base of ECS's metadata for this container.
 METADATA_VARIABLE = "ECS_CONTAINER_METADATA_URI_V4"
 #: Path of the key unless the task definition names another.
@@ -48,8 +48,8 @@ def parse_config(data: bytes) -> WorkerConfig:
         raise BadConfig("worker_id and pool must not be empty")
     if not config.orchestrator_keys or any(len(key) != 32 for key in config.orchestrator_keys):
         raise BadConfig("orchestrator_keys must be Ed25519 public keys of 32 bytes")
-    if not 0 < config.mark_period < config.mark_ttl - LEASE_MARGIN:
-        raise BadConfig(f"mark_period must be less than mark_ttl - {LEASE_MARGIN:.0f} s")
+    if not 0 < config.mark_period < config.mark_ttl - LEASE_MARGIN_S:
+        raise BadConfig(f"mark_period must be less than mark_ttl - {LEASE_MARGIN_S:.0f} s")
     try:
         ValkeyAddress(config.valkey_url)
     except BadValkeyAddress as error:
@@ -71,10 +71,10 @@ def read_config(descriptor: int = 0) -> WorkerConfig:
 def read_document(descriptor: int = 0) -> bytes:
     """Reads a configuration to its end; raises `BadConfig` if it is too long."""
     data = b""
-    while chunk := os.read(descriptor, _MAX_SIZE):
+    while chunk := os.read(descriptor, _MAX_CONFIG_BYTES):
         data += chunk
-        if len(data) > _MAX_SIZE:
-            raise BadConfig(f"standard input is longer than {_MAX_SIZE} bytes")
+        if len(data) > _MAX_CONFIG_BYTES:
+            raise BadConfig(f"standard input is longer than {_MAX_CONFIG_BYTES} bytes")
     return data
 
 

@@ -36,6 +36,7 @@ PATIENT = Listening(20, 5.0)
 PROMPT = Listening(1, 0.6)
 #: Signal that asks the zygote to fork a job runner.
 JOB_RUNNER_WANTED = signal.SIGUSR1
+#: Seconds to connect, and to wait for a command's reply.
 _CONNECT_TIMEOUT_S = 0.25
 _COMMAND_TIMEOUT_S = 0.5
 #: Seconds after which the zygote is asked again; a fork takes milliseconds.

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from worker_runtime.process.clock import SECOND
+from worker_runtime.process.clock import NS_PER_S
 
 # From <linux/prctl.h>.
 _PR_SET_PDEATHSIG = 1
@@ -142,4 +142,4 @@ def host_wait(pid: int) -> float:
         ]
     except (OSError, IndexError):
         return 0.0
-    return sum(map(int, waits)) / SECOND
+    return sum(map(int, waits)) / NS_PER_S

@@ -4,7 +4,7 @@ The supervisor renews it every `mark_period`. The session renews it, too, when i
 and connected, so that nobody has to wait for the supervisor.
 """
 
-from worker_runtime.process.clock import NS_PER_MS, SECOND, boot_ns, wall_ms
+from worker_runtime.process.clock import NS_PER_MS, NS_PER_S, boot_ns, wall_ms
 from worker_runtime.process.shared_state import (
     SharedState,
     WorkerActivity,
@@ -21,7 +21,7 @@ from worker_runtime.protocol.sealing import prove_key
 from worker_runtime.protocol.worker_reports import VALID_UNTIL, sign_metadata
 
 #: Between two reads of Valkey's clock.
-_CLOCK_READ_INTERVAL_NS = 60 * SECOND
+_CLOCK_READ_INTERVAL_NS = 60 * NS_PER_S
 
 
 def new_worker_event(

@@ -22,9 +22,9 @@ class WorkerExit(Exception):
 
 
 #: After more replacements of a user's session within
-#: `REPLACEMENT_WINDOW` seconds another worker takes over.
+#: `REPLACEMENT_WINDOW_S` seconds another worker takes over.
 MAX_REPLACEMENTS = 3
-REPLACEMENT_WINDOW = 600.0
+REPLACEMENT_WINDOW_S = 600.0
 
 
 class KillReason(IntEnum):

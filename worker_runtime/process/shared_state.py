@@ -22,15 +22,15 @@ from hashlib import blake2b
 
 import msgspec
 
-from worker_runtime.process.clock import SECOND, boot_ns
+from worker_runtime.process.clock import NS_PER_S, boot_ns
 from worker_runtime.protocol import errors
 from worker_runtime.protocol.authentication import AssignmentKeys
 
 #: Bytes of a hash. When the list is full, two orders share one with a chance of 2^-115.
-_HASH_SIZE = 16
+_HASH_BYTES = 16
 #: Hashes kept. A busy day of one person has some hundreds of orders.
 MAX_SUBMISSIONS = 8192
-_COUNT_SIZE = 8
+_COUNT_BYTES = 8
 
 
 class Submissions:
@@ -40,9 +40,9 @@ class Submissions:
     def __init__(self, limit: int = MAX_SUBMISSIONS) -> None:
         self._limit = limit
         self._memory = mmap.mmap(
-            -1, _COUNT_SIZE + limit * _HASH_SIZE, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS
+            -1, _COUNT_BYTES + limit * _HASH_BYTES, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS
         )
-        self._count = memoryview(self._memory)[:_COUNT_SIZE].cast("q")
+        self._count = memoryview(self._memory)[:_COUNT_BYTES].cast("q")
         self._read = 0
         self._known: set[bytes] = set()
         self._order: deque[bytes] = deque()
@@ -50,8 +50,8 @@ class Submissions:
     def add(self, order_id: str) -> None:
         """Adds an order. Call it before the broker: from here on the order may have been sent."""
         count = self._count[0]
-        start = _COUNT_SIZE + count % self._limit * _HASH_SIZE
-        self._memory[start : start + _HASH_SIZE] = _hash_order_id(order_id)
+        start = _COUNT_BYTES + count % self._limit * _HASH_BYTES
+        self._memory[start : start + _HASH_BYTES] = _hash_order_id(order_id)
         self._count[0] = count + 1  # after the hash: what is counted is complete
 
     def __contains__(self, order_id: str) -> bool:
@@ -63,8 +63,8 @@ class Submissions:
     def _catch_up(self) -> None:
         count = self._count[0]
         for number in range(max(self._read, count - self._limit), count):
-            start = _COUNT_SIZE + number % self._limit * _HASH_SIZE
-            digest = self._memory[start : start + _HASH_SIZE]
+            start = _COUNT_BYTES + number % self._limit * _HASH_BYTES
+            digest = self._memory[start : start + _HASH_BYTES]
             self._order.append(digest)
             self._known.add(digest)
         self._read = count
@@ -73,18 +73,19 @@ class Submissions:
 
 
 def _hash_order_id(order_id: str) -> bytes:
-    return blake2b(order_id.encode(), digest_size=_HASH_SIZE).digest()
+    return blake2b(order_id.encode(), digest_size=_HASH_BYTES).digest()
 
 
-_MEMORY_SIZE = 8192
+#: Two pages. The words begin at 0; the offsets, in bytes, are where the texts begin.
+_MEMORY_BYTES = 8192
 _KEY_OFFSET = 1024
 _USER_OFFSET = 1088
 _CLAIM_OFFSET = 1376
 #: Two places in turn, so that a reader of the present message keys never meets half-written ones.
 _MESSAGE_KEYS_OFFSETS = (4096, 6144)
 #: Bytes of a user or claim id, and of the message keys (two versions take about 250).
-_MAX_TEXT = 256
-_MAX_MESSAGE_KEYS = 2046
+_MAX_TEXT_BYTES = 256
+_MAX_MESSAGE_KEYS_BYTES = 2046
 
 
 class SharedStateOverflow(errors.BerthError, code="BOARD_OVERFLOW"):
@@ -101,6 +102,8 @@ class WorkerActivity(IntEnum):
     Processing = 4
     HealthCheck = 5
     Reconnecting = 6
+    #: Broker sessions are closed, because the lease is about to end or has ended. (A *user* is
+    #: parked after crashes: `errors.Parked`.)
     Parked = 7
     Draining = 8
 
@@ -134,11 +137,11 @@ NO_KEYS = AssignmentKeys(request=(), assignment=())
 #: Seconds before the end of the lease at which the session takes nothing more and closes
 #: its broker sessions: longer than a logout (1 s), so that the broker sees the end
 #: before a new owner connects.
-LEASE_MARGIN = 5.0
+LEASE_MARGIN_S = 5.0
 #: Seconds before the end of the lease at which the supervisor kills a session that has not closed.
-KILL_MARGIN = 2.0
+KILL_MARGIN_S = 2.0
 #: Seconds that a reply may take even when the lease is used up, for what is still to be sent.
-_MIN_WAIT_S = 0.1
+_MIN_REPLY_TIMEOUT_S = 0.1
 
 
 class _Word:
@@ -202,7 +205,7 @@ class SharedState:
     jobs_not_before = _Word(30)  # zygote; monotonic ns before which there is no other job runner
 
     def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, _MEMORY_SIZE, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
+        self._memory = mmap.mmap(-1, _MEMORY_BYTES, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
         self.numbers = memoryview(self._memory).cast("q")
         self.submissions = Submissions()
         self._user_id = ""
@@ -217,7 +220,7 @@ class SharedState:
         Calls may lie within each other, or run in several threads.
         """
         call = object()
-        self._calls[call] = time.monotonic_ns() + int(seconds * SECOND)
+        self._calls[call] = time.monotonic_ns() + int(seconds * NS_PER_S)
         self.busy_until = max(self._calls.values())
         try:
             yield
@@ -264,7 +267,9 @@ class SharedState:
         are authenticated; later ones replace them."""
         written = self.message_keys_written + 1
         self._write_text(
-            _MESSAGE_KEYS_OFFSETS[written % 2], msgspec.json.encode(message_keys), _MAX_MESSAGE_KEYS
+            _MESSAGE_KEYS_OFFSETS[written % 2],
+            msgspec.json.encode(message_keys),
+            _MAX_MESSAGE_KEYS_BYTES,
         )
         self.message_keys_written = written
 
@@ -291,7 +296,7 @@ class SharedState:
         self.supervisor_events = following + 1 - following % 2
         return self.supervisor_events
 
-    def _write_text(self, offset: int, data: bytes, limit: int = _MAX_TEXT) -> None:
+    def _write_text(self, offset: int, data: bytes, limit: int = _MAX_TEXT_BYTES) -> None:
         if len(data) > limit:
             raise SharedStateOverflow(f"{len(data)} bytes are more than {limit}")
         self._memory[offset : offset + 2] = len(data).to_bytes(2, "big")
@@ -318,15 +323,16 @@ def health_text(shared_state: SharedState) -> str:
 def lease_end_of(sent_ns: int, ttl: float) -> int:
     """Returns the end of a lease (CLOCK_BOOTTIME ns) that was renewed for `ttl` seconds, sent at
     `sent_ns`."""
-    return sent_ns + int(ttl * SECOND)
+    return sent_ns + int(ttl * NS_PER_S)
 
 
 class Lease:
     """How long this worker may still act as its user's only owner (invariant *one-owner*).
 
-    Both the supervisor's and the session's own renewals count. A lease runs from the instant
-    *before* the renewal was sent, because the server counts the mark's time from a later moment;
-    and it is checked in the thread that calls the broker.
+    A lease is a right that ends by itself unless it is renewed in time. (Broker connections and job
+    runners have leases of their own.) Both the supervisor's and the session's own renewals count. A
+    lease runs from the instant *before* the renewal was sent, because the server counts the mark's
+    time from a later moment; and it is checked in the thread that calls the broker.
     """
 
     def __init__(self, shared_state: SharedState) -> None:
@@ -335,15 +341,17 @@ class Lease:
     def remaining_s(self) -> float:
         """Returns the seconds until the lease ends by the latest renewal; negative when it has."""
         end = max(self._shared_state.lease_supervisor, self._shared_state.lease_session)
-        return (end - boot_ns()) / SECOND
+        return (end - boot_ns()) / NS_PER_S
 
     def wait_limit(self) -> float:
         """Returns the seconds that the session may wait for Valkey. While a broker session is open
         that is at most the usable lease, so that a frozen Valkey does not keep the session from
         closing it in time."""
-        return max(_MIN_WAIT_S, self.usable()) if self._shared_state.broker_open else math.inf
+        return (
+            max(_MIN_REPLY_TIMEOUT_S, self.usable()) if self._shared_state.broker_open else math.inf
+        )
 
     def usable(self) -> float:
         """Returns the seconds that a broker call may take from now. If zero or less, no call may be
         made."""
-        return (0.0 if self._shared_state.fenced else self.remaining_s()) - LEASE_MARGIN
+        return (0.0 if self._shared_state.fenced else self.remaining_s()) - LEASE_MARGIN_S

@@ -14,12 +14,12 @@ from collections.abc import Callable
 import hiredis
 
 from worker_runtime.process import kernel
-from worker_runtime.process.clock import SECOND
+from worker_runtime.process.clock import NS_PER_S
 from worker_runtime.process.doorbell import JobDoorbell, WakePipe
 from worker_runtime.process.log import Log
 from worker_runtime.process.mark import WorkerMark, new_worker_event
 from worker_runtime.process.replacement import KillReason, record_kill
-from worker_runtime.process.shared_state import KILL_MARGIN, Lease, SharedState
+from worker_runtime.process.shared_state import KILL_MARGIN_S, Lease, SharedState
 from worker_runtime.process.valkey import Command, Valkey, ValkeyFailed
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.launch import ExitCode, WorkerConfig
@@ -31,15 +31,16 @@ _RETRY_INTERVAL_S = 1.0
 #: Seconds after which the event of a missing owner key is repeated: the first may have been lost
 #: with the key.
 _EVENT_REPEAT_INTERVAL_S = 30.0
+#: Seconds to connect, and to wait for a command's reply.
 _CONNECT_TIMEOUT_S = 0.5
 _COMMAND_TIMEOUT_S = 1.0
 #: Seconds that the last commands may take. The zygote waits a little longer.
 _LAST_COMMAND_TIMEOUT_S = 3.3
 #: Longest time between two checks of the pulse, in seconds.
-_PULSE_TICK = 1.0
+_PULSE_CHECK_INTERVAL_S = 1.0
 #: If two checks are more seconds apart, this process itself was stalled. Waits for Valkey take
 #: less.
-_STALL_S = 3.0
+_MIN_STALL_S = 3.0
 #: Seconds that a session may wait for the host, beyond the timeout, before it counts as frozen
 #: anyway.
 _MAX_HOST_WAIT_S = 7.0
@@ -85,13 +86,15 @@ class PulseWatch:
         """Checks once. Returns True if `timeout` seconds have passed without a sign of life; then
         counts anew."""
         shared_state, now = self._shared_state, self._clock()
-        passed, self._checked_at = (now - self._checked_at) / SECOND, now
+        passed, self._checked_at = (now - self._checked_at) / NS_PER_S, now
         seen = (shared_state.session_number, shared_state.pulse, shared_state.busy_until)
-        if seen != self._seen or passed > _STALL_S:
+        if seen != self._seen or passed > _MIN_STALL_S:
             self._seen, self._still, self._excused, self._waited = seen, 0.0, 0.0, math.inf
-        passed = 0.0 if passed > _STALL_S else min(passed, _PULSE_TICK)
+        passed = 0.0 if passed > _MIN_STALL_S else min(passed, _PULSE_CHECK_INTERVAL_S)
         # Counted from the pulse itself, not from the check that found it.
-        self._still = max(0.0, min(self._still + passed, (now - self._silence_until_ns()) / SECOND))
+        self._still = max(
+            0.0, min(self._still + passed, (now - self._silence_until_ns()) / NS_PER_S)
+        )
         if self._still:
             waited = self._host_wait(shared_state.session_pid)
             self._excused += (
@@ -105,7 +108,7 @@ class PulseWatch:
 
     def seconds_until_frozen(self) -> float:
         """Returns the seconds until the session could count as frozen."""
-        busy = max(0.0, (self._silence_until_ns() - self._clock()) / SECOND)
+        busy = max(0.0, (self._silence_until_ns() - self._clock()) / NS_PER_S)
         return busy + self._timeout + min(self._excused, _MAX_HOST_WAIT_S) - self._still
 
     def _silence_until_ns(self) -> int:
@@ -173,15 +176,15 @@ class Supervisor:
 
     def _pause(self) -> float:
         until_kill = (
-            self._lease.remaining_s() - KILL_MARGIN
+            self._lease.remaining_s() - KILL_MARGIN_S
             if self._shared_state.broker_open
-            else _PULSE_TICK
+            else _PULSE_CHECK_INTERVAL_S
         )
         until_renewal = self._next_renewal - time.monotonic()
         return max(
             0.01,
             min(
-                _PULSE_TICK,
+                _PULSE_CHECK_INTERVAL_S,
                 until_renewal,
                 until_kill,
                 self._pulse.seconds_until_frozen(),
@@ -192,7 +195,7 @@ class Supervisor:
     def _wait_limit(self) -> float:
         """Returns the seconds that a wait for jobs may take without delaying a kill."""
         return (
-            max(0.01, self._lease.remaining_s() - KILL_MARGIN)
+            max(0.01, self._lease.remaining_s() - KILL_MARGIN_S)
             if self._shared_state.broker_open
             else _COMMAND_TIMEOUT_S
         )
@@ -219,7 +222,7 @@ class Supervisor:
         # A renewal never delays the kill of a session that kept its broker sessions.
         if self._shared_state.broker_open:
             self._client.timeout = min(
-                _COMMAND_TIMEOUT_S, max(0.1, self._lease.remaining_s() - KILL_MARGIN)
+                _COMMAND_TIMEOUT_S, max(0.1, self._lease.remaining_s() - KILL_MARGIN_S)
             )
         try:
             code = self._renew_mark() if self._shared_state.assigned else self._renew_pool_entry()
@@ -301,7 +304,7 @@ class Supervisor:
         if (
             self._shared_state.broker_open
             and self._shared_state.assigned
-            and self._lease.remaining_s() < KILL_MARGIN
+            and self._lease.remaining_s() < KILL_MARGIN_S
         ):
             self._kill(KillReason.LEASE)
 

@@ -33,16 +33,17 @@ Command = tuple[Argument, ...]
 
 #: What `ready` returns when no complete reply has arrived.
 NOTHING = object()
-_CHUNK = 65536
+#: Bytes of one read from the connection.
+_CHUNK_BYTES = 65536
 #: Seconds that the resolution of a host name may take:
 #: three name servers, asked twice for a second each.
 LOOKUP_TIMEOUT_S = 6.0
 #: Seconds without traffic after which a checked connection is asked before it is used, and within
 #: which it has to answer: a round trip takes 0.05 ms.
 IDLE_BEFORE_CHECK_S, CHECK_TIMEOUT_S = 1.0, 0.5
-_RUN_ID = b"run_id:"
+_RUN_ID_PREFIX = b"run_id:"
 #: Error replies after a failover, or while the server starts.
-_UNABLE = ("READONLY", "LOADING", "MASTERDOWN")
+_UNABLE_ERRORS = ("READONLY", "LOADING", "MASTERDOWN")
 # The stubs of hiredis say a tuple of one; it takes any number.
 _pack = cast(Callable[[Command], bytes], hiredis.pack_command)
 
@@ -308,8 +309,10 @@ class Valkey:
         self.connect()
         if self._server is None:
             lines: list[bytes] = self.execute("INFO", "server").split()
-            run_id_line = next((line for line in lines if line.startswith(_RUN_ID)), _RUN_ID)
-            self._server = run_id_line[len(_RUN_ID) :].decode()
+            run_id_line = next(
+                (line for line in lines if line.startswith(_RUN_ID_PREFIX)), _RUN_ID_PREFIX
+            )
+            self._server = run_id_line[len(_RUN_ID_PREFIX) :].decode()
         return self._server
 
     def _replace_if_dead(self) -> None:
@@ -363,7 +366,9 @@ class Valkey:
     def _parse(self) -> Any:
         try:
             reply = self._reader.gets()
-            self._unable |= isinstance(reply, hiredis.ReplyError) and str(reply).startswith(_UNABLE)
+            self._unable |= isinstance(reply, hiredis.ReplyError) and str(reply).startswith(
+                _UNABLE_ERRORS
+            )
             return reply
         except hiredis.ProtocolError:
             self.close()
@@ -376,7 +381,7 @@ class Valkey:
         try:
             if wait > 0.0:
                 self._patience(socket.SO_RCVTIMEO, wait)
-            data = link.recv(_CHUNK, 0 if wait > 0.0 else socket.MSG_DONTWAIT)
+            data = link.recv(_CHUNK_BYTES, 0 if wait > 0.0 else socket.MSG_DONTWAIT)
         except BlockingIOError:
             if wait == 0.0:  # a false alarm of the selector
                 return

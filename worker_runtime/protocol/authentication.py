@@ -21,12 +21,12 @@ import msgspec
 from worker_runtime.protocol.errors import InvalidSignature, NewerKeyNeeded
 
 #: Bytes of a MAC, and of each key.
-MAC_SIZE = 16
-KEY_SIZE = 32
+MAC_BYTES = 16
+KEY_BYTES = 32
 #: Characters; a longer text is refused unread. Two versions take about 55.
-MAX_MAC = 256
+MAX_MAC_LENGTH = 256
 #: Senders that are logged in a minute: a hostile one may have many names.
-_MAX_SENDERS = 100
+_MAX_LOGGED_SENDERS = 100
 #: Stands for the account in the seal of `AssignmentKeys`; account ids begin with a letter or digit.
 KEYS_ACCOUNT = "*keys"
 
@@ -46,7 +46,10 @@ MessageKeys = Sequence[MessageKey]
 
 
 class AssignmentKeys(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker gets, sealed, for one user and epoch. Each list is newest first."""
+    """What a worker gets, sealed, for an assignment. Each list is newest first.
+
+    An assignment gives one worker to one user under one epoch, from the claim to the worker's end.
+    """
 
     #: The user's, in every epoch: checks requests and the switch,
     #: and signs requests of the user's own jobs.
@@ -72,7 +75,7 @@ def sign(keys: MessageKeys, *parts: bytes) -> str:
 def verify(keys: MessageKeys, mac: str, *parts: bytes) -> bool:
     """Returns True if the MACs of all known versions, and of at least one, were made with these
     keys over these parts. Takes constant time for each key."""
-    if not mac or len(mac) > MAX_MAC or not mac.isascii():
+    if not mac or len(mac) > MAX_MAC_LENGTH or not mac.isascii():
         return False
     pairs = [pair.partition(".") for pair in mac.split(",")]
     given = {version: text for version, _, text in pairs}
@@ -103,7 +106,7 @@ def read_payload(keys: MessageKeys, use: bytes, entry: bytes, subject: str) -> b
 def names_newer_key(keys: MessageKeys, mac: str) -> bool:
     """Returns True if the MAC names only versions that are newer than these keys: anybody can write
     that."""
-    if len(mac) > MAX_MAC:
+    if len(mac) > MAX_MAC_LENGTH:
         return False
     named = [pair.split(".", 1)[0] for pair in mac.split(",")]
     if not all(version.isascii() and version.isdigit() for version in named):
@@ -112,8 +115,8 @@ def names_newer_key(keys: MessageKeys, mac: str) -> bool:
 
 
 def derive_key(secret: bytes, *parts: bytes) -> bytes:
-    """Derives a key for one purpose, from a secret or key of `KEY_SIZE` bytes."""
-    return blake2b(join_parts(parts), key=secret, digest_size=KEY_SIZE).digest()
+    """Derives a key for one purpose, from a secret or key of `KEY_BYTES` bytes."""
+    return blake2b(join_parts(parts), key=secret, digest_size=KEY_BYTES).digest()
 
 
 class RefusalCounter:
@@ -134,11 +137,11 @@ class RefusalCounter:
         if time.monotonic() - self._since > 60.0:
             self._logged.clear()
             self._since = time.monotonic()
-        if sender in self._logged or len(self._logged) >= _MAX_SENDERS:
+        if sender in self._logged or len(self._logged) >= _MAX_LOGGED_SENDERS:
             return False
         self._logged.add(sender)
         return True
 
 
 def _mac(key: bytes, data: bytes) -> bytes:
-    return b2a_base64(blake2b(data, key=key, digest_size=MAC_SIZE).digest(), newline=False)
+    return b2a_base64(blake2b(data, key=key, digest_size=MAC_BYTES).digest(), newline=False)

@@ -50,26 +50,26 @@ Word = Annotated[str, Meta(max_length=64)]
 #: A sentence for a person. What a broker says is passed on as it is.
 Sentence = Annotated[str, Meta(max_length=16_000)]
 
-#: Entries of a list. A message of `MAX_MESSAGE` bytes has room for about a thousand orders.
-LISTED = Meta(max_length=4_000)
+#: Entries of a list. A message of `MAX_MESSAGE_BYTES` has room for about a thousand orders.
+LIST_BOUNDS = Meta(max_length=4_000)
 #: Accounts of one user: each is unsealed and logged in while a claim waits.
 MAX_ACCOUNTS = 32
-FEW = Meta(max_length=MAX_ACCOUNTS)
+ACCOUNT_BOUNDS = Meta(max_length=MAX_ACCOUNTS)
 
 #: A price has at most 12 digits before the point and 6 behind it,
 #: as its column does (`Numeric(18, 6)`).
 PRICE_PLACES = 6
 _PRICE_STEP = Decimal(1).scaleb(-PRICE_PLACES)
-LARGEST_PRICE = Decimal(10) ** 12 - _PRICE_STEP
+MAX_PRICE = Decimal(10) ** 12 - _PRICE_STEP
 #: What readers accept as a price or an amount. An average cost such as 1661/3 has 28 digits by
 #: default, so the bounds are wider than what our own adapters send (`round_price`).
 MIN_EXPONENT, MAX_EXPONENT = -28, 12
 MAX_DIGITS = 30
 #: Characters of the longest accepted number, written without an exponent: a sign, `0.`, 28 places.
-MAX_PRICE_CHARACTERS = MAX_DIGITS + 3
+MAX_PRICE_LENGTH = MAX_DIGITS + 3
 #: Text that is at most this long and has no exponent
 #: is within the bounds: cheaper to ask than `as_tuple`.
-_SHORT_TEXT = -MIN_EXPONENT
+_SHORT_TEXT_LENGTH = -MIN_EXPONENT
 
 
 def check_prices(**prices: Decimal | None) -> None:
@@ -83,7 +83,7 @@ def check_prices(**prices: Decimal | None) -> None:
             continue
         # In this order: NaN cannot be compared,
         # and arithmetic with a huge exponent takes long or overflows.
-        if not price.is_finite() or not _is_short(price) or not 0 <= price <= LARGEST_PRICE:
+        if not price.is_finite() or not _is_short(price) or not 0 <= price <= MAX_PRICE:
             raise ValueError(
                 f"{name}: a price is finite, not negative, below 10^12, and has at most "
                 f"{MAX_DIGITS} digits and an exponent from {MIN_EXPONENT} to {MAX_EXPONENT}"
@@ -97,7 +97,7 @@ def check_amounts(**amounts: Decimal) -> None:
 
 def _is_short(number: Decimal) -> bool:
     text = str(number)
-    if len(text) <= _SHORT_TEXT and "E" not in text:
+    if len(text) <= _SHORT_TEXT_LENGTH and "E" not in text:
         return True
     _, digits, exponent = number.as_tuple()
     if not isinstance(exponent, int):  # of NaN and infinity it is a letter
@@ -122,7 +122,7 @@ def round_price(price: Decimal) -> Decimal:
 def plain_number(number: Decimal) -> str:
     """Returns a number as text, without an exponent and without trailing zeros.
 
-    The text of an accepted price has at most `MAX_PRICE_CHARACTERS` characters. The caller has
+    The text of an accepted price has at most `MAX_PRICE_LENGTH` characters. The caller has
     checked the number (`check_prices`): the text of an unchecked one may be of any length.
     """
     if not number:

@@ -34,7 +34,7 @@ from worker_runtime.protocol.order_terms import (
 )
 
 #: The schema of records that this release reads.
-SCHEMA = 1
+SCHEMA_VERSION = 1
 #: Characters of the tag that each order has. A broker that kept fewer of them would list different
 #: orders under one tag.
 TAG_LENGTH = 6
@@ -301,8 +301,8 @@ class CallLimits(RecordPart, frozen=True, kw_only=True):
     queries_per_5s: Count
     #: When the day of `logins_per_day` begins, UTC.
     day_begins: time = time()
-    #: Seconds without a login after the broker has asked for a pause, at least: where its answer
-    #: asks for less, this counts.
+    #: Seconds of a pause that the broker asks for, at least: where its answer asks for less, this
+    #: counts. Nobody logs in during a pause.
     cool_down_s: Seconds = 0.0
 
     @property
@@ -429,9 +429,10 @@ def read_record(text: str, *, where: str, included: Callable[[str], str]) -> Bro
         shared = content.pop("markets_from", None)
         if isinstance(shared, str):
             content["markets"] = tomllib.loads(included(shared)) | content.get("markets", {})
-        if content.get("schema") != SCHEMA:
+        if content.get("schema") != SCHEMA_VERSION:
             raise ValueError(
-                f"schema is {content.get('schema')!r}, and this release of Berth reads {SCHEMA}"
+                f"schema is {content.get('schema')!r}, and this release of Berth reads "
+                f"{SCHEMA_VERSION}"
             )
         record = msgspec.convert(
             content, BrokerRecord, builtin_types=(time, date), strict=False, str_keys=True

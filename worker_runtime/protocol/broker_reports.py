@@ -27,7 +27,7 @@ class BrokerOrder(msgspec.Struct, frozen=True, kw_only=True):
     price: Decimal | None
     time_in_force: TimeInForce
     state: OrderState
-    fills: Annotated[list[Fill], bounds.LISTED] = []
+    fills: Annotated[list[Fill], bounds.LIST_BOUNDS] = []
     reason: bounds.Sentence | None = None
 
     def __post_init__(self) -> None:

@@ -32,7 +32,8 @@ class BerthError(Exception):
 
     def __init__(self, detail: str = "", *, retry_after: float | None = None) -> None:
         """Takes `retry_after`, the seconds after which the same call may succeed, where that is
-        known."""
+        known. An adapter that raises `LoginLimited` or `BrokerMaintenance` with it reports a pause:
+        the seconds for which the broker wants no call."""
         self.detail = detail or self.title()
         self.retry_after = retry_after
         super().__init__(self.detail)
@@ -97,16 +98,16 @@ class PoolExhausted(WorkerUnavailable, code="POOL_EXHAUSTED"):
     """All workers that there may be are in use; retry within 30 s to keep your place in the
     queue."""
 
-    #: Seconds after which to ask again.
-    PAUSE: ClassVar[float] = 5.0
+    #: Seconds after which the caller may ask again (`retry_after`).
+    RETRY_AFTER_S: ClassVar[float] = 5.0
 
 
 class MemoryShort(BerthError, code="MEMORY_SHORT", retryable=True):
     """Valkey's memory is short: new orders and new workers are refused for now; cancels and running
     workers continue."""
 
-    #: Seconds after which to ask again.
-    PAUSE: ClassVar[float] = 5.0
+    #: Seconds after which the caller may ask again (`retry_after`).
+    RETRY_AFTER_S: ClassVar[float] = 5.0
 
 
 class Parked(BerthError, code="PARKED", status=409):
@@ -165,8 +166,8 @@ class InstrumentsUnavailable(BrokerError, code="INSTRUMENTS_UNAVAILABLE", retrya
 class InstrumentsLoading(BrokerError, code="INSTRUMENTS_LOADING", retryable=True):
     """The worker is reading the broker's list of instruments. Ask for the page again."""
 
-    #: Seconds after which to ask again.
-    PAUSE: ClassVar[float] = 0.5
+    #: Seconds after which the caller may ask again (`retry_after`).
+    RETRY_AFTER_S: ClassVar[float] = 0.5
 
 
 class InstrumentsTooMany(BrokerError, code="INSTRUMENTS_TOO_MANY", status=422):

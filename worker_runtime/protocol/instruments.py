@@ -15,15 +15,15 @@ import msgspec
 from worker_runtime.protocol.bounds import Counter, TimeMsOrZero, check_prices
 
 #: Instruments in one page of a broker's list, at most.
-MAX_PAGE = 200
+MAX_INSTRUMENTS_PER_PAGE = 200
 #: Bytes of the instruments of one page, as JSON: it travels in an answer, which has at most 256 KiB
-#: (`messages.MAX_MESSAGE`).
+#: (`messages.MAX_MESSAGE_BYTES`).
 MAX_PAGE_BYTES = 128 * 1024
 #: Neither control characters nor halves of surrogate pairs: PostgreSQL and JSON take the rest.
-_PLAIN = r"^[^\x00-\x1f\x7f-\x9f\ud800-\udfff]*\Z"
-Code = Annotated[str, msgspec.Meta(min_length=1, max_length=32, pattern=_PLAIN)]
+_PLAIN_PATTERN = r"^[^\x00-\x1f\x7f-\x9f\ud800-\udfff]*\Z"
+Code = Annotated[str, msgspec.Meta(min_length=1, max_length=32, pattern=_PLAIN_PATTERN)]
 #: A code, or '' for none.
-CodeOrNone = Annotated[str, msgspec.Meta(max_length=32, pattern=_PLAIN)]
+CodeOrNone = Annotated[str, msgspec.Meta(max_length=32, pattern=_PLAIN_PATTERN)]
 #: The record's name of a market.
 Market = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9_]{0,15}\Z")]
 #: A market, or '' for all of a broker.
@@ -61,7 +61,7 @@ class Instrument(msgspec.Struct, frozen=True, kw_only=True):
 
     #: What orders name it by.
     code: Code
-    name: Annotated[str, msgspec.Meta(max_length=120, pattern=_PLAIN)] = ""
+    name: Annotated[str, msgspec.Meta(max_length=120, pattern=_PLAIN_PATTERN)] = ""
     #: The record's name of the market, which is the `broker_type` of the accounts that trade it.
     market: Market
     kind: InstrumentKind
@@ -90,7 +90,9 @@ class Instrument(msgspec.Struct, frozen=True, kw_only=True):
 class InstrumentPage(msgspec.Struct, frozen=True, kw_only=True):
     """A part of a broker's list, by rising code."""
 
-    instruments: Annotated[tuple[Instrument, ...], msgspec.Meta(max_length=MAX_PAGE)] = ()
+    instruments: Annotated[
+        tuple[Instrument, ...], msgspec.Meta(max_length=MAX_INSTRUMENTS_PER_PAGE)
+    ] = ()
     #: The last code of this page, after which the next one begins; '': this was the last page.
     next_after: CodeOrNone = ""
     #: When the session began to read the list at the broker. Pages with different times come from

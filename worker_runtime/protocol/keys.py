@@ -18,7 +18,7 @@ are in one slot, so that one script may use them together.
 | trading:switch:{user} | hash | for ever | `*version`, `*mac`; `*` (all), accounts: open, reducing, halted |
 | trading:journal:{user}:<order> | string | 2 d | set before a submission: it may have been made |
 | broker:budget:{owner}:<what> | zset | its window | calls of a user as one person, or by one address |
-| broker:budget:{owner}:since | hash | 40 d | since when these calls are counted; `quiet_until`: no login |
+| broker:budget:{owner}:since | hash | 40 d | since when these calls are counted; `quiet_until`: end of a pause |
 | broker:budget:{owner}:connections | zset | a lease | broker connections of a person → end of the lease |
 | broker:budget:{owner}:holders | hash | a lease | broker connections of a person → worker and session |
 | berth:limit:{requests}:<limit> | string | its window | until when past requests of a key… are paid for (µs) |
@@ -55,13 +55,13 @@ are in one slot, so that one script may use them together.
 from collections.abc import Callable
 
 #: Seconds a mark, its metadata and a pool worker's entry live without a renewal.
-MARK_TTL = 30.0
+MARK_TTL_S = 30.0
 #: Seconds an answer stays readable for a caller that comes back.
-ANSWER_TTL = 60
+ANSWER_TTL_S = 60
 #: Seconds a claim, its inbox and its replies are kept.
-CLAIM_TTL = 3600
+CLAIM_TTL_S = 3600
 #: Seconds for which it is known that a worker was cut off; its end is reported within that time.
-CUT_OFF_TTL = 3600
+CUT_OFF_TTL_S = 3600
 
 EVENTS = "worker:events"
 CHANGES = "{worker:events}:changes"

@@ -15,7 +15,7 @@ DOCUMENT = "BERTH_LAUNCH_DOCUMENT"
 WORKER = "BERTH_LAUNCH_WORKER"
 KEY_FILE = "BERTH_LAUNCH_KEY_FILE"
 #: Bytes: AES-256 twice, for encryption and for authentication.
-KEY_SIZE = 64
+KEY_BYTES = 64
 _PURPOSE = b"berth launch document 1"
 
 
@@ -33,8 +33,8 @@ def key_from(text: bytes) -> bytes:
         key = base64.b64decode(b"".join(text.split()), validate=True)
     except binascii.Error:
         raise BadLaunchKey from None
-    if len(key) != KEY_SIZE:
-        raise BadLaunchKey(f"the launch key has {len(key)} bytes instead of {KEY_SIZE}")
+    if len(key) != KEY_BYTES:
+        raise BadLaunchKey(f"the launch key has {len(key)} bytes instead of {KEY_BYTES}")
     return key
 
 

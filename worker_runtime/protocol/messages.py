@@ -31,9 +31,9 @@ from worker_runtime.protocol.order_terms import TimeInForce as TimeInForce
 #: The latest schema version; all up to it are read. Messages are written as version 1,
 #: but for those that a reader of version 1 would misunderstand, since it passes over
 #: fields that it does not know.
-SCHEMA = 2
+SCHEMA_VERSION = 2
 #: Bytes; a larger message is refused unread (an order takes about 400).
-MAX_MESSAGE = 256 * 1024
+MAX_MESSAGE_BYTES = 256 * 1024
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -223,12 +223,12 @@ class Claim(Message, frozen=True, kw_only=True, tag="claim"):
     switch_version: bounds.Counter = 0
     #: Seconds the worker may take for its first connect.
     connect_timeout: bounds.WaitSeconds
-    accounts: Annotated[list[SealedAccount], bounds.FEW]
+    accounts: Annotated[list[SealedAccount], bounds.ACCOUNT_BOUNDS]
     #: The worker's `authentication.AssignmentKeys`, sealed like an account.
     sealed_keys: bytes
     attempt: bounds.Counter = 1
     #: The user's orders that are not final: what the worker compares with the broker's list.
-    open_orders: Annotated[list[PlaceOrder], bounds.LISTED] = []
+    open_orders: Annotated[list[PlaceOrder], bounds.LIST_BOUNDS] = []
 
 
 class Connect(Message, frozen=True, kw_only=True, tag="connect"):
@@ -280,11 +280,11 @@ class ReloadCredentials(ControlHeader, frozen=True, kw_only=True, tag="reload_cr
     worker_id: bounds.LongId
     #: Grows with each reload (`next_number`): a worker refuses one that is not above the last.
     number: bounds.Counter = 0
-    accounts: Annotated[list[SealedAccount], bounds.FEW]
+    accounts: Annotated[list[SealedAccount], bounds.ACCOUNT_BOUNDS]
     #: As in `Claim`.
     sealed_keys: bytes
     #: As in `Claim`.
-    open_orders: Annotated[list[PlaceOrder], bounds.LISTED] = []
+    open_orders: Annotated[list[PlaceOrder], bounds.LIST_BOUNDS] = []
 
 
 class Signed(Message, frozen=True, kw_only=True, tag="signed"):
@@ -327,7 +327,7 @@ class ClaimReply(Message, frozen=True, kw_only=True, tag="claim_reply"):
     claimed_at_ms: bounds.TimeMsOrZero = 0
     connected_at_ms: bounds.TimeMsOrZero = 0
     #: Of each account that has been tried, at `at_ms`.
-    logins: Annotated[list[AccountLogin], bounds.FEW] = []
+    logins: Annotated[list[AccountLogin], bounds.ACCOUNT_BOUNDS] = []
     at_ms: bounds.TimeMsOrZero = 0
 
 
@@ -360,7 +360,7 @@ class WorkerEvent(Message, frozen=True, kw_only=True, tag="worker_event"):
     at_ms: bounds.TimeMs
     detail: bounds.Sentence = ""
     #: Of each account that has been tried, if that has changed.
-    logins: Annotated[list[AccountLogin], bounds.FEW] = []
+    logins: Annotated[list[AccountLogin], bounds.ACCOUNT_BOUNDS] = []
 
 
 class OrderEvent(Message, frozen=True, kw_only=True, tag="order_event"):
@@ -415,7 +415,7 @@ def encode(message: msgspec.Struct) -> bytes:
     return _encoder.encode(message)
 
 
-def decode(data: bytes | str, message_type: type[T] | Any, *, limit: int = MAX_MESSAGE) -> T:
+def decode(data: bytes | str, message_type: type[T] | Any, *, limit: int = MAX_MESSAGE_BYTES) -> T:
     """Decodes a message of at most `limit` bytes. `message_type`: a class or a union of classes.
     Raises `MalformedMessage` for anything else, `UnsupportedSchema` for a later schema version."""
     if len(data) > limit:
@@ -428,7 +428,9 @@ def decode(data: bytes | str, message_type: type[T] | Any, *, limit: int = MAX_M
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         # msgspec names the field and the reason, never the value: nothing secret reaches the log.
         raise MalformedMessage(str(error)) from None
-    version = getattr(message, "v", SCHEMA)
-    if not 1 <= version <= SCHEMA:
-        raise UnsupportedSchema(f"schema version {version}; this release reads 1 to {SCHEMA}")
+    version = getattr(message, "v", SCHEMA_VERSION)
+    if not 1 <= version <= SCHEMA_VERSION:
+        raise UnsupportedSchema(
+            f"schema version {version}; this release reads 1 to {SCHEMA_VERSION}"
+        )
     return message  # type: ignore[no-any-return]

@@ -20,7 +20,7 @@ import msgspec
 from worker_runtime.protocol import messages
 from worker_runtime.protocol.authentication import MessageKeys, sign, verify
 from worker_runtime.protocol.bounds import (
-    LISTED,
+    LIST_BOUNDS,
     Counter,
     Id,
     Lots,
@@ -31,7 +31,7 @@ from worker_runtime.protocol.bounds import (
 )
 from worker_runtime.protocol.broker_reports import Balance, BrokerOrder, Position
 from worker_runtime.protocol.errors import MalformedMessage
-from worker_runtime.protocol.instruments import MAX_PAGE, CodeOrNone, MarketOrAll
+from worker_runtime.protocol.instruments import MAX_INSTRUMENTS_PER_PAGE, CodeOrNone, MarketOrAll
 from worker_runtime.protocol.order_terms import OrderLot
 
 
@@ -126,7 +126,7 @@ class ReplaceOrder(ChangeMessage, frozen=True, kw_only=True, tag="replace_order"
     #: As in `PlaceOrder`.
     price_band: Decimal | None = None
     #: For brokers whose quantity changes are not known to mean one thing.
-    confirmed: Annotated[tuple[ConfirmedQuantityChange, ...], LISTED] = ()
+    confirmed: Annotated[tuple[ConfirmedQuantityChange, ...], LIST_BOUNDS] = ()
 
     def __post_init__(self) -> None:
         check_prices(price=self.price, price_band=self.price_band)
@@ -137,7 +137,7 @@ class QueryAccount(messages.RequestMessage, frozen=True, kw_only=True, tag="quer
 
     orders: bool = True
     #: Only the orders with these tags; empty: all. A report has room for some hundreds.
-    tags: Annotated[tuple[Word, ...], LISTED] = ()
+    tags: Annotated[tuple[Word, ...], LIST_BOUNDS] = ()
     positions: bool = False
     balance: bool = False
 
@@ -158,7 +158,9 @@ class ListInstruments(messages.RequestMessage, frozen=True, kw_only=True, tag="l
     #: The last code of the page before; '': from the first one.
     after: CodeOrNone = ""
     #: Instruments in the page, at most. It may have fewer, because its bytes have a bound, too.
-    limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_PAGE)] = MAX_PAGE
+    limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_INSTRUMENTS_PER_PAGE)] = (
+        MAX_INSTRUMENTS_PER_PAGE
+    )
 
 
 #: Requests that change nothing at the broker.
@@ -182,8 +184,8 @@ class AccountReport(msgspec.Struct, frozen=True, kw_only=True):
     reaches_ms: SpanMs | None = None
     #: Whether the positions include the fills of all orders that are certainly listed.
     positions_agree: bool = False
-    orders: Annotated[list[BrokerOrder], LISTED] = []
-    positions: Annotated[list[Position], LISTED] = []
+    orders: Annotated[list[BrokerOrder], LIST_BOUNDS] = []
+    positions: Annotated[list[Position], LIST_BOUNDS] = []
     #: Whether the positions have the shares beyond full lots.
     #: Workers of release 0.1.0 do not report them.
     odd_shown: bool = False

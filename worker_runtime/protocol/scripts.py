@@ -58,7 +58,7 @@ SPEND_BUDGET = _load("limits/spend_budget")
 TAKE_CONNECTION = _load("limits/take_connection")
 RENEW_CONNECTIONS = _load("limits/renew_connections")
 NOTE_CUT_OFF = _load("limits/note_cut_off")
-SUSPEND_LOGINS = _load("limits/suspend_logins")
+NOTE_PAUSE = _load("limits/note_pause")
 SPEND_REQUESTS = _load("limits/spend_requests")
 TAKE_LAUNCH = _load("workers/take_launch")
 

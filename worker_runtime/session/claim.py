@@ -42,10 +42,11 @@ from worker_runtime.trading.health import logins_of
 
 #: Seconds a claimed worker waits for `Connect` or `ReleaseClaim` after a failed connect: more than
 #: the orchestrator's longest backoff between attempts.
-CONNECT_WAIT = 120.0
+CONNECT_MESSAGE_TIMEOUT_S = 120.0
 #: Seconds; no connect holds the session for longer, whatever a message asks for.
-_LONGEST_CONNECT = 30.0
-_SETTLE_ATTEMPTS = 3
+_MAX_CONNECT_TIMEOUT_S = 30.0
+#: Tries to confirm a claim; a lost reply costs one.
+_MAX_SETTLE_ATTEMPTS = 3
 
 
 class InboxHandler(ABC):
@@ -199,10 +200,10 @@ class ClaimHandler(InboxHandler):
         """Confirms the claim. Refuses it and raises `WorkerExit` if it no longer holds."""
         self._shared_state.claiming = 1
         self._shared_state.state = WorkerActivity.Claimed
-        settled = self._settle(claim)
-        if settled != "confirmed":
-            self._refuse(claim, claim.epoch, ClaimRefused(f"the claim is {settled}"))
-            raise WorkerExit(ExitCode.CLAIM_REFUSED, f"the claim is {settled}")
+        claim_state = self._settle(claim)
+        if claim_state != "confirmed":
+            self._refuse(claim, claim.epoch, ClaimRefused(f"the claim is {claim_state}"))
+            raise WorkerExit(ExitCode.CLAIM_REFUSED, f"the claim is {claim_state}")
 
     def _take_assignment(self, claim: Claim) -> None:
         """Opens the message keys and writes the user and the epoch to the shared state. Refuses the
@@ -241,10 +242,10 @@ class ClaimHandler(InboxHandler):
             raise WorkerExit(ExitCode.FENCED, f"the mark was refused: {outcome}")
 
     def _settle(self, claim: Claim) -> str:
-        """Asks Valkey to confirm the claim, and returns the claim's state. A repeat after a lost
-        reply gives the same answer."""
+        """Settles the claim: asks Valkey to confirm it, and returns the state that holds from now
+        on. A repeat after a lost reply gives the same answer."""
         key = keys.pool_worker(self._config.pool, self._config.worker_id)
-        for _ in range(_SETTLE_ATTEMPTS):
+        for _ in range(_MAX_SETTLE_ATTEMPTS):
             try:
                 state: bytes = self._client.run(SETTLE_CLAIM, [key], [claim.claim_id, "confirmed"])
             except ValkeyFailed as error:
@@ -262,7 +263,7 @@ class ClaimHandler(InboxHandler):
             if not claim.accounts:
                 raise UnknownAccount("the user has no broker account")
             accounts = self._opener.open(claim.accounts, claim_id=claim.claim_id)
-            request_loop.connect(accounts, min(max(timeout, 0.1), _LONGEST_CONNECT))
+            request_loop.connect(accounts, min(max(timeout, 0.1), _MAX_CONNECT_TIMEOUT_S))
         except BerthError as error:
             failure = error
         self._logins = logins_of(request_loop.broker_sessions.account_sessions())
@@ -277,7 +278,7 @@ class ClaimHandler(InboxHandler):
         else:
             self._log.warning("connect_failed", attempt=attempt, code=failure.code)
             request_loop.broker_sessions.close_all()
-            self._give_up_at = time.monotonic() + CONNECT_WAIT
+            self._give_up_at = time.monotonic() + CONNECT_MESSAGE_TIMEOUT_S
         self._answer(claim, attempt, failure)
 
     def _answer(self, claim: Claim, attempt: int, failure: BerthError | None) -> None:

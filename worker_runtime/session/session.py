@@ -26,11 +26,15 @@ from worker_runtime.session.claim import ClaimHandler, InboxHandler, ResumeHandl
 from worker_runtime.session.control import SessionParts
 
 #: Seconds that sending the last events and answers may take at the end.
-_LAST_FLUSH = 2.0
+_LAST_FLUSH_TIMEOUT_S = 2.0
 
 
 class Session:
-    """One session process, from the fork to its exit code."""
+    """One session process, from the fork to its exit code.
+
+    It serves the worker's assignment, which outlives it: a successor continues it. Its broker
+    sessions (`AccountSession`) end with the process.
+    """
 
     def __init__(
         self,
@@ -170,7 +174,7 @@ class Session:
             self._inbox_handler.request_loop.close()
         if not replaced:
             self._send_buffer.add_worker_event(WorkerEventKind.CLOSED, end.reason)
-        until = time.monotonic() + _LAST_FLUSH
+        until = time.monotonic() + _LAST_FLUSH_TIMEOUT_S
         while not self._send_buffer.flush() and time.monotonic() < until:
             self._shared_state.pulse = time.monotonic_ns()
             time.sleep(min(0.1, self._send_buffer.seconds_until_due() or 0.0))

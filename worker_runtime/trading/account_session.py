@@ -21,13 +21,13 @@ from worker_runtime.protocol.sealing import open_message_keys, unseal
 
 #: Characters of a broker's words about a login that go into an event.
 MAX_DETAIL_LENGTH = 500
-#: Seconds between two logins of an account that the broker keeps suspended.
+#: Longest pause, in seconds, between two logins of an account if the broker asks again each time.
 MAX_PAUSE_S = 960.0
 #: Login errors that are no fault of this process: it tries again, however long that takes.
 _BROKER_AWAY = (errors.BrokerUnreachable, errors.LoginLimited, errors.LeaseLost, errors.Fenced)
 
 #: Errors with which a broker asks for a pause.
-_BANS = (errors.LoginLimited, errors.BrokerMaintenance)
+_PAUSE_ERRORS = (errors.LoginLimited, errors.BrokerMaintenance)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,11 @@ class OpenedAccount:
 
 
 class AccountSession:
-    """An account with a live broker session, or without one and the reason for that."""
+    """An account with a live broker session, or without one and the reason for that.
+
+    A broker session is the login of one account at the broker. It is *lost* when it ended without
+    being closed by this process. (`session/session.py` has the session *process*.)
+    """
 
     def __init__(self, account: OpenedAccount, login_pause: float) -> None:
         """Takes `login_pause`, the seconds after the first failed login; then it doubles up to a
@@ -81,10 +85,11 @@ class AccountSession:
         #: Tries to log in: in the end about 100 an hour, of the 1,000 logins that a person has in a
         #: day.
         self.login_backoff = Backoff(login_pause, 60.0)
-        #: Logins in a row after which the broker asked for a pause.
-        self.suspensions = 0
-        #: CLOCK_MONOTONIC seconds until which the broker wants to hear nothing of this account.
-        self.quiet_until = 0.0
+        #: Pauses that the broker asked for in a row, by refusing a login.
+        self.pauses = 0
+        #: End of the pause that the broker asked for, in CLOCK_MONOTONIC seconds: until then this
+        #: account makes no call.
+        self.paused_until = 0.0
         #: Tries to list the orders of a live session.
         self.listing_backoff = Backoff(0.2, 5.0)
         #: Whether the positions were read since the login: only then are the books compared.
@@ -119,7 +124,7 @@ class AccountSession:
         return isinstance(self.error, errors.LoginLimited) and not self.login_backoff.due()
 
     @property
-    def settled(self) -> bool:
+    def ready(self) -> bool:
         """Whether requests need not wait: it has a session with its orders listed, and compared
         where that is awaited; or its login was refused, for good."""
         listed = self.broker is not None and self.listed
@@ -180,10 +185,8 @@ class AccountSession:
         )
 
     def lost(self, reason: str) -> Broker | None:
-        """Marks the session as lost and returns it, so that the caller can close it.
-
-        Tries count anew.
-        """
+        """Notes that the broker session was lost and returns it, so that the caller can close it.
+        Tries count anew."""
         broker, self.broker = self.broker, None
         self.attempt = None
         self.suspect = False
@@ -206,7 +209,7 @@ class AccountSession:
         self.failures = 0
         self._failing_since = None
         self.was_open = True
-        self.suspensions = 0
+        self.pauses = 0
         self.used_at = time.monotonic()
         self.login_backoff.reset()
 
@@ -218,8 +221,8 @@ class AccountSession:
             self.refused = error
             self.rejected = self.account.version, error
             return
-        self.suspensions = self.suspensions + 1 if error.retry_after else 0
-        self.login_backoff.failed(_pause_after(error, self.suspensions))
+        self.pauses = self.pauses + 1 if error.retry_after else 0
+        self.login_backoff.failed(_pause_after(error, self.pauses))
         if not self.away:
             self.failures += 1
         unreachable = isinstance(error, errors.BrokerUnreachable) and not isinstance(
@@ -233,17 +236,18 @@ class AccountSession:
             self._failing_since = time.monotonic()
 
 
-def note_cool_down(key: ConnectionKey, error: errors.BerthError) -> None:
-    """Makes the pause that a broker has asked for as long as its record says, at least."""
+def apply_min_pause(key: ConnectionKey, error: errors.BerthError) -> None:
+    """Extends the pause that a broker has asked for (the `retry_after` of its error) to the minimum
+    of its record (`cool_down_s`)."""
     plugin = installed_brokers().get(key.broker)
-    if plugin is not None and error.retry_after and isinstance(error, _BANS):
+    if plugin is not None and error.retry_after and isinstance(error, _PAUSE_ERRORS):
         error.retry_after = max(error.retry_after, plugin.record.limits.cool_down_s)
 
 
 def _pause_after(error: errors.BerthError, times: int) -> float:
     """Returns the seconds before the next login after `times` in a row for which the broker asked
-    for a pause. Doubled each time, because another call during a suspension may extend it
-    (Shioaji's manual)."""
+    for a pause. Doubled each time, because another call during a pause may extend it (Shioaji's
+    manual)."""
     if not error.retry_after:
         return 0.0
     doubled: float = error.retry_after * 2 ** (times - 1)

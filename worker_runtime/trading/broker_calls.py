@@ -107,8 +107,8 @@ class BrokerCalls:
             return answer
         return replace(answer, broker_us=spent_us, limit_used=self.rate_limiter.limit_used)
 
-    def pause(self, item: QueueItem) -> None:
-        """Sleeps a moment before another check. Raises as `call_timeout` does."""
+    def await_next_check(self, item: QueueItem) -> None:
+        """Sleeps a moment before another check of the switch. Raises as `call_timeout` does."""
         wait = min(_SWITCH_CHECK_INTERVAL_S, self.call_timeout(item))
         with self.shared_state.busy(wait):
             time.sleep(wait)

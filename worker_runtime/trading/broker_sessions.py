@@ -24,22 +24,22 @@ from worker_runtime.protocol.errors import (
     RateLimited,
     UnknownAccount,
 )
-from worker_runtime.trading.account_session import AccountSession, OpenedAccount, note_cool_down
+from worker_runtime.trading.account_session import AccountSession, OpenedAccount, apply_min_pause
 from worker_runtime.trading.health import HealthMonitor
 from worker_runtime.trading.login_attempts import LoginAttempts
 from worker_runtime.trading.rate_limiter import CallKind, SharedRateLimiter, WaitLimit
 
 #: Seconds that a health ping may take.
-PING_TIMEOUT = 5.0
+PING_TIMEOUT_S = 5.0
 #: Seconds that one listing of orders and positions may take.
-LISTING_TIMEOUT = 5.0
+LISTING_TIMEOUT_S = 5.0
 #: Seconds that a connect waits for other accounts after one that connected: most are as quick.
-_TOGETHER = 0.2
+_NEXT_LOGIN_TIMEOUT_S = 0.2
 #: Seconds after its begin that a login of another account is waited for: more than most need (1 to
 #: 6 s).
-_OTHERS_WAIT = 5.0
+_OTHER_LOGIN_TIMEOUT_S = 5.0
 #: Seconds that the end waits for logins under way in other threads.
-_LOGIN_END = 1.0
+_LOGIN_END_TIMEOUT_S = 1.0
 
 
 @dataclass(eq=False, repr=False)
@@ -104,7 +104,7 @@ class BrokerSessions:
         while self.attempts.under_way and (seconds_left := last - time.monotonic()) > 0:
             self.collect_logins(seconds_left)
             if self._connected():
-                last = min(last, time.monotonic() + _TOGETHER)
+                last = min(last, time.monotonic() + _NEXT_LOGIN_TIMEOUT_S)
         for session in missing:
             self._list(session, until - time.monotonic())
         if not self._connected():
@@ -126,7 +126,7 @@ class BrokerSessions:
             any_login = True
             if session.broker is None:
                 self.rate_limiter.release_connections([session.account])
-                self._note_suspension(session.account, session.error)
+                self._note_pause(session.account, session.error)
             self._show_open()
         return any_login
 
@@ -201,7 +201,7 @@ class BrokerSessions:
             if others and session.error is not None and max(others) < session.changed_at:
                 raise session.error
             self.retry(session, until - time.monotonic(), at_most)
-        begun_lately = session.changed_at + _OTHERS_WAIT if others else math.inf
+        begun_lately = session.changed_at + _OTHER_LOGIN_TIMEOUT_S if others else math.inf
         last_try = min(until, time.monotonic() + at_most, begun_lately)
         while session.attempt is not None:
             if not self.collect_logins(last_try - time.monotonic()):
@@ -250,10 +250,10 @@ class BrokerSessions:
         if session.broker is None or min(timeout, self.lease.usable()) <= 0:
             return
         until = time.monotonic() + timeout
-        if (quiet := session.quiet_until - time.monotonic()) > 0:
-            raise BrokerMaintenance("the broker asked for a pause", retry_after=quiet)
+        if (pause := session.paused_until - time.monotonic()) > 0:
+            raise BrokerMaintenance("the broker asked for a pause", retry_after=pause)
         self.rate_limiter.spend(session.account, CallKind.QUERY, self._wait_limit(timeout))
-        limit = min(until - time.monotonic(), PING_TIMEOUT, self.lease.usable())
+        limit = min(until - time.monotonic(), PING_TIMEOUT_S, self.lease.usable())
         if limit <= 0:
             return
         try:
@@ -261,10 +261,10 @@ class BrokerSessions:
                 session.broker.ping(limit)
         except Exception as error:  # whatever it is, the session cannot be trusted
             if isinstance(error, BrokerMaintenance) and error.retry_after:
-                note_cool_down(session.account.key, error)
-                # Another login would be one call more, and each may extend a suspension.
-                session.quiet_until = time.monotonic() + error.retry_after
-                self._note_suspension(session.account, error)
+                apply_min_pause(session.account.key, error)
+                # Another login would be one call more, and each may extend the pause.
+                session.paused_until = time.monotonic() + error.retry_after
+                self._note_pause(session.account, error)
                 raise
             self.drop(session, type(error).__name__)
             return
@@ -316,7 +316,7 @@ class BrokerSessions:
             if session.broker is not None or session.attempt is not None
         ]
         self.attempts.close(*[session.lost("closed") for session in self.account_sessions()])
-        until = time.monotonic() + _LOGIN_END
+        until = time.monotonic() + _LOGIN_END_TIMEOUT_S
         while self.attempts.under_way and until > time.monotonic():
             self.collect_logins(until - time.monotonic())
         self._show_open()
@@ -354,10 +354,10 @@ class BrokerSessions:
                 return self.attempts.open(account, limit)
         except BerthError as error:
             self.rate_limiter.release_connections([account])
-            self._note_suspension(account, error)
+            self._note_pause(account, error)
             raise
 
-    def _note_suspension(self, account: OpenedAccount, error: BerthError | None) -> None:
+    def _note_pause(self, account: OpenedAccount, error: BerthError | None) -> None:
         """Passes on a pause that the broker asks for, so that no other account of the person and no
         successor of this worker logs in meanwhile. A refused SDK version does not concern the
         person, so it is not noted."""
@@ -368,7 +368,7 @@ class BrokerSessions:
             and asks
             and not isinstance(error, BrokerVersionRefused)
         ):
-            self.rate_limiter.note_suspension(account, error.retry_after)
+            self.rate_limiter.note_pause(account, error.retry_after)
 
     def _reserve(self, account: OpenedAccount, timeout: float, wait: float) -> float:
         """Takes the room for one login, after at most `wait`; returns the seconds it may take."""
@@ -422,7 +422,7 @@ class BrokerSessions:
             self.log.warning("listing_postponed", account=session.name, code=error.code)
             session.listing_failed(error.code)
             return error
-        limit = min(until - time.monotonic(), LISTING_TIMEOUT, self.lease.usable())
+        limit = min(until - time.monotonic(), LISTING_TIMEOUT_S, self.lease.usable())
         if limit <= 0:  # the wait for room took all of it
             return None
         try:

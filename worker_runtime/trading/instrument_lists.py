@@ -32,8 +32,8 @@ from worker_runtime.trading.broker_calls import BrokerCalls
 from worker_runtime.trading.queue_item import QueueItem
 from worker_runtime.trading.rate_limiter import CallKind
 
-#: Instruments between two pauses, and their length: about half a millisecond of work each.
-_SLICE, _PAUSE_S = 20, 0.001
+#: Instruments in one slice, about half a millisecond of work, and seconds until the next one.
+_INSTRUMENTS_PER_SLICE, _SLICE_INTERVAL_S = 20, 0.001
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Instrument)
@@ -189,10 +189,10 @@ class ListLoad:
                     self._skip("a code comes twice")
             except (msgspec.MsgspecError, ValueError, TypeError) as error:
                 self._skip(str(error))
-            if number % _SLICE == 0:
+            if number % _INSTRUMENTS_PER_SLICE == 0:
                 if self.overdue:
                     raise self.took_too_long()
-                time.sleep(_PAUSE_S)
+                time.sleep(_SLICE_INTERVAL_S)
 
     def _skip(self, reason: str) -> None:
         """Count an instrument that is left out; keep the first reason."""
@@ -270,4 +270,4 @@ class InstrumentReader:
 
 
 def _loading() -> InstrumentsLoading:
-    return InstrumentsLoading(retry_after=InstrumentsLoading.PAUSE)
+    return InstrumentsLoading(retry_after=InstrumentsLoading.RETRY_AFTER_S)

@@ -18,7 +18,7 @@ from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import Lease
 from worker_runtime.protocol.broker_reports import OrderChanged
 from worker_runtime.protocol.errors import BerthError, BrokerError, LeaseLost
-from worker_runtime.trading.account_session import AccountSession, OpenedAccount, note_cool_down
+from worker_runtime.trading.account_session import AccountSession, OpenedAccount, apply_min_pause
 
 
 @dataclass(eq=False, repr=False)
@@ -50,7 +50,7 @@ class LoginAttempts:
         except Exception as error:  # an adapter's fault must not end the session
             self.close(broker)
             if isinstance(error, BerthError):
-                note_cool_down(account.key, error)
+                apply_min_pause(account.key, error)
                 raise
             self.log.crash("login_crashed", error)
             raise BrokerError(f"the adapter failed with {type(error).__name__}") from None

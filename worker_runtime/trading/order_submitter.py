@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
 
 from worker_runtime.brokers.port import Broker, ConnectionKey
-from worker_runtime.process.clock import NS_PER_MS, SECOND, wall_ms
+from worker_runtime.process.clock import NS_PER_MS, NS_PER_S, wall_ms
 from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import SharedState
 from worker_runtime.protocol.broker_record import terms_of
@@ -51,16 +51,16 @@ from worker_runtime.trading.send_buffer import SendBuffer
 _TRANSIENT_ERRORS = (BrokerUnreachable, LoginLimited, LeaseLost)
 #: Nanoseconds by which the clocks of two Valkey servers may differ: one sets a deadline, the other
 #: reads it.
-_MAX_CLOCK_SKEW_NS = SECOND
+_MAX_CLOCK_SKEW_NS = NS_PER_S
 #: Seconds that a popped order waits until a new Valkey server has the switch. The watcher writes it
 #: within two seconds.
-SWITCH_WAIT_S = 10.0
+SWITCH_TIMEOUT_S = 10.0
 #: Deadlines are whole milliseconds.
-_DEADLINE_ROUNDING_NS = SECOND // 100
+_DEADLINE_ROUNDING_NS = NS_PER_S // 100
 #: Nanoseconds after which PostgreSQL knows of an unknown outcome: the recorder needs milliseconds,
 #: an API that waits writes it after 2 s. Must be shorter than the time after which a broker's
 #: list proves that it lacks the order (`absent_after`).
-_RECORDED_AFTER_NS = 5 * SECOND
+_RECORDED_AFTER_NS = 5 * NS_PER_S
 
 
 class OrderPostponed(Exception):
@@ -125,7 +125,7 @@ def flush_and_check_switch(
     *,
     broker_calls: BrokerCalls,
     send_buffer: SendBuffer,
-    wait: float = SWITCH_WAIT_S,
+    wait: float = SWITCH_TIMEOUT_S,
 ) -> None:
     """Flushes the send buffer (an order's journal entry) and reads the switch, in one round trip.
 
@@ -151,7 +151,7 @@ def flush_and_check_switch(
                     "The order was not submitted, because Valkey has restarted and does not yet "
                     "know whether trading is allowed. Try again with a new id."
                 )
-            broker_calls.pause(item)
+            broker_calls.await_next_check(item)
             continue
         check_switch(send_buffer.switch, request)  # once more: a reconnect may have taken seconds
         if broker_calls.grant_is_fresh:
@@ -219,7 +219,7 @@ class OrderSubmitter:
     send_buffer: SendBuffer
     shared_state: SharedState
     log: Log
-    switch_wait: float = SWITCH_WAIT_S
+    switch_wait: float = SWITCH_TIMEOUT_S
 
     def has_outcome_of(self, order_id: str) -> bool:
         """Returns True if this session has an outcome of the order."""
@@ -269,15 +269,15 @@ class OrderSubmitter:
             state = OrderState.UNKNOWN
         elif isinstance(reason, DeadlineExceeded):
             state = OrderState.EXPIRED
-        return self._settle(order, state, reason)
+        return self._record_outcome(order, state, reason)
 
-    def settle_leftover(self, order: PlaceOrder) -> OrderResult:
-        """Settles an order that a former worker popped and left. It may have been submitted, so it
-        is unknown unless the broker's list has said otherwise."""
+    def record_leftover(self, order: PlaceOrder) -> OrderResult:
+        """Records the outcome of an order that a former worker popped and left. It may have been
+        submitted, so it is unknown unless the broker's list has said otherwise."""
         known = self.tracker.known_outcome(order.order_id)
         if known is not None and known.outcome.state is not OrderState.UNKNOWN:
             return known
-        return self._settle(
+        return self._record_outcome(
             order,
             OrderState.UNKNOWN,
             OutcomeUnknown("the worker that had taken the order was lost"),
@@ -377,7 +377,9 @@ class OrderSubmitter:
             order, self.broker_calls.call_once(order.account_id, item, place)
         )
 
-    def _settle(self, order: PlaceOrder, state: OrderState, error: BerthError) -> OrderResult:
+    def _record_outcome(
+        self, order: PlaceOrder, state: OrderState, error: BerthError
+    ) -> OrderResult:
         outcome = OrderOutcome(
             order_id=order.order_id, state=state, reason=f"{error.code}: {error.detail}"
         )

@@ -27,9 +27,9 @@ from worker_runtime.protocol.messages import (
 )
 
 #: Orders and event ids that are remembered; a busy day of one person has some hundreds.
-_MAX_REMEMBERED = 20_000
+_MAX_REMEMBERED_IDS = 20_000
 #: Kept changes whose order is not known yet.
-_MAX_UNMATCHED = 200
+_MAX_UNMATCHED_CHANGES = 200
 #: Average prices are rounded to six decimals.
 _PRICE_PRECISION = Decimal("0.000001")
 
@@ -73,7 +73,9 @@ class OrderTracker:
         self._by_broker_id: dict[tuple[str, str], str] = {}
         self._by_tag: dict[tuple[str, str], str] = {}
         self._sent_ids: OrderedDict[str, None] = OrderedDict()
-        self._unmatched: deque[tuple[ConnectionKey, OrderChanged]] = deque(maxlen=_MAX_UNMATCHED)
+        self._unmatched: deque[tuple[ConnectionKey, OrderChanged]] = deque(
+            maxlen=_MAX_UNMATCHED_CHANGES
+        )
 
     def known_outcome(self, order_id: str) -> OrderResult | None:
         """Returns what is known of an order whose submission has begun, in this session or a former
@@ -153,7 +155,7 @@ class OrderTracker:
 
     def _apply_unmatched(self) -> None:
         """Retries the changes that arrived before their order was known."""
-        waiting, self._unmatched = self._unmatched, deque(maxlen=_MAX_UNMATCHED)
+        waiting, self._unmatched = self._unmatched, deque(maxlen=_MAX_UNMATCHED_CHANGES)
         for key, change in waiting:
             self.apply_change(key, change)
 
@@ -256,7 +258,7 @@ class OrderTracker:
             return
         self._sent_ids[event_id] = None
         entry.reported_filled = entry.reported_filled or state is OrderState.FILLED
-        if len(self._sent_ids) > _MAX_REMEMBERED:
+        if len(self._sent_ids) > _MAX_REMEMBERED_IDS:
             self._sent_ids.popitem(last=False)
         self._add_event(
             OrderEvent(
@@ -278,7 +280,7 @@ class OrderTracker:
         self, order: PlaceOrder, outcome: OrderOutcome, failure: Failure | None = None
     ) -> _TrackedOrder:
         entry = self._entries[order.order_id] = _TrackedOrder(order, outcome, failure)
-        if len(self._entries) > _MAX_REMEMBERED:
+        if len(self._entries) > _MAX_REMEMBERED_IDS:
             forgotten, old = self._entries.popitem(last=False)
             if self._by_tag.get((old.order.account_id, old.order.tag)) == forgotten:
                 del self._by_tag[old.order.account_id, old.order.tag]

@@ -31,9 +31,9 @@ from worker_runtime.protocol.errors import BerthError, LoginLimited, RateLimited
 from worker_runtime.protocol.installed_brokers import installed_brokers
 from worker_runtime.protocol.launch import BrokerLimits, WorkerConfig
 from worker_runtime.protocol.scripts import (
+    NOTE_PAUSE,
     RENEW_CONNECTIONS,
     SPEND_BUDGET,
-    SUSPEND_LOGINS,
     TAKE_CONNECTION,
     Script,
 )
@@ -45,16 +45,16 @@ WaitLimit = Callable[[], float]
 
 #: Seconds within which a granted call must be sent. The windows are longer by this time, so that a
 #: call sent late is still counted while the broker counts it.
-GRANT_LIFETIME = 0.5
+GRANT_LIFETIME_S = 0.5
 #: Seconds that a broker connection stays taken after its last renewal, and seconds between two
 #: renewals.
-CONNECTION_LEASE = 150.0
-CONNECTION_RENEWAL = 60.0
+CONNECTION_LEASE_S = 150.0
+CONNECTION_RENEW_INTERVAL_S = 60.0
 #: Seconds after the end of a pause that a broker has asked for, within which the next one is twice
 #: as long.
 _PAUSES_GROW_WITHIN_S = 3600.0
 #: Seconds until a renewal that failed is tried again.
-_RENEWAL_RETRY_INTERVAL_S = 5.0
+_RENEW_RETRY_INTERVAL_S = 5.0
 #: Longest sleep between two checks of the caller's limit: a waiting worker has to notice the end of
 #: its lease.
 _MAX_SLEEP_S = 0.2
@@ -92,8 +92,8 @@ class _BudgetWindow(NamedTuple):
     ) -> Self:
         number, span = {
             CallKind.LOGIN: (limits.logins_per_day, _DAY),
-            CallKind.ORDER: (limits.orders_per_10s, _ms(10.0 + GRANT_LIFETIME)),
-            CallKind.QUERY: (limits.queries_per_5s, _ms(5.0 + GRANT_LIFETIME)),
+            CallKind.ORDER: (limits.orders_per_10s, _ms(10.0 + GRANT_LIFETIME_S)),
+            CallKind.QUERY: (limits.queries_per_5s, _ms(5.0 + GRANT_LIFETIME_S)),
         }[kind]
         limit = max(min(1, number), int(number * share * persons))
         # Half of the margin: a count lost twice in a day still stays below the broker's number.
@@ -159,11 +159,11 @@ class SharedRateLimiter:
         self._asked_at = 0.0
         self._granted_at = 0.0
         self._renewed_at = 0.0
-        self._lost_seen = shared_state.owner_missing
+        self._owner_missing_seen = shared_state.owner_missing
 
     def grant_is_fresh(self) -> bool:
         """Returns True if the last granted call may still be sent."""
-        return time.monotonic() - self._granted_at < GRANT_LIFETIME
+        return time.monotonic() - self._granted_at < GRANT_LIFETIME_S
 
     def spend(
         self, account: OpenedAccount, kind: CallKind, wait_limit: WaitLimit, *, cost: int = 1
@@ -195,7 +195,7 @@ class SharedRateLimiter:
 
         Raises `LoginLimited`.
         """
-        words: list[Argument] = [self._connection(account), self._holder, _ms(CONNECTION_LEASE)]
+        words: list[Argument] = [self._connection(account), self._holder, _ms(CONNECTION_LEASE_S)]
         words += [self._limits(account).connections, _ms(2 * self._mark_period)]
         try:
             for owner in self._person(account):
@@ -214,7 +214,7 @@ class SharedRateLimiter:
             self.release_connections([account])
             raise
 
-    def note_suspension(self, account: OpenedAccount, first_pause_s: float) -> None:
+    def note_pause(self, account: OpenedAccount, first_pause_s: float) -> None:
         """Has nobody log in for the account's person for a while, since the broker has asked for
         that. Never raises."""
         arguments = [
@@ -224,7 +224,7 @@ class SharedRateLimiter:
         ]
         for owner in self._person(account):
             try:
-                self._client.run(SUSPEND_LOGINS, [keys.budget(owner.name, "since")], arguments)
+                self._client.run(NOTE_PAUSE, [keys.budget(owner.name, "since")], arguments)
             except ValkeyFailed as error:
                 self._log.warning("suspension_not_noted", code=error.code, reason=error.detail)
                 return
@@ -238,12 +238,15 @@ class SharedRateLimiter:
 
         Called about once a second; never raises.
         """
-        lost = self._shared_state.owner_missing
-        if lost == self._lost_seen and time.monotonic() - self._renewed_at < CONNECTION_RENEWAL:
+        owner_missing = self._shared_state.owner_missing
+        if (
+            owner_missing == self._owner_missing_seen
+            and time.monotonic() - self._renewed_at < CONNECTION_RENEW_INTERVAL_S
+        ):
             return
-        self._lost_seen = lost
+        self._owner_missing_seen = owner_missing
         self._renewed_at = time.monotonic()
-        self._renew_leases(open_accounts, CONNECTION_LEASE)
+        self._renew_leases(open_accounts, CONNECTION_LEASE_S)
 
     def _await(
         self, query: _BudgetQuery, wait_limit: WaitLimit, error: type[BerthError], lack: str
@@ -360,7 +363,9 @@ class SharedRateLimiter:
                 self._client.run(RENEW_CONNECTIONS, names, [self._holder, _ms(lease), *connections])
             except ValkeyFailed as error:
                 self._log.warning("connections_not_renewed", code=error.code, reason=error.detail)
-                self._renewed_at = time.monotonic() - CONNECTION_RENEWAL + _RENEWAL_RETRY_INTERVAL_S
+                self._renewed_at = (
+                    time.monotonic() - CONNECTION_RENEW_INTERVAL_S + _RENEW_RETRY_INTERVAL_S
+                )
                 return
 
 

@@ -42,12 +42,12 @@ from worker_runtime.protocol.worker_reports import sign_event
 from worker_runtime.trading.switch_reader import SwitchReader
 
 #: Without Valkey no order is popped, so only late fills gather here, of about 400 bytes each.
-MAX_ENTRIES = 10_000
+MAX_WAITING_COMMANDS = 10_000
 #: Seconds a journal entry is kept. It is needed for a day, to know whether an order may have been
 #: submitted.
 JOURNAL_TTL_S = 2 * 86_400
 #: Commands in one pipeline.
-_BATCH = 64
+_MAX_COMMANDS_PER_PIPELINE = 64
 
 
 class SendBuffer:
@@ -115,7 +115,7 @@ class SendBuffer:
         names = keys.answering(user_id, answer.request_id)
         author = worker_author(self._shared_state.epoch, self._config.worker_id)
         signed = sign_answer(self._shared_state.message_keys().assignment, user_id, author, answer)
-        self._put(*evalsha(ANSWER, names, [item, signed, keys.ANSWER_TTL, channel]))
+        self._put(*evalsha(ANSWER, names, [item, signed, keys.ANSWER_TTL_S, channel]))
 
     def read_switch(self) -> None:
         """Reads who may trade, together with the next flush; `switch` has it when `flush` has
@@ -131,7 +131,7 @@ class SendBuffer:
     def send_claim_reply(self, reply: ClaimReply) -> None:
         key = keys.pool_reply(self._config.pool, self._config.worker_id, reply.claim_id)
         self._put("RPUSH", key, prove_reply(reply, self._config.launch_token))
-        self._put("EXPIRE", key, keys.CLAIM_TTL)
+        self._put("EXPIRE", key, keys.CLAIM_TTL_S)
         self.flush()
 
     def flush(self, *, attempts: int = 2) -> bool:
@@ -160,13 +160,13 @@ class SendBuffer:
             self.flush(attempts=1)
 
     def _put(self, *command: Argument) -> None:
-        if len(self._waiting) >= MAX_ENTRIES:
+        if len(self._waiting) >= MAX_WAITING_COMMANDS:
             self._waiting.popleft()
-            self._log.error("send_buffer_full", limit=MAX_ENTRIES)
+            self._log.error("send_buffer_full", limit=MAX_WAITING_COMMANDS)
         self._waiting.append(command)
 
     def _send_batch(self) -> None:
-        batch = list(self._waiting)[:_BATCH]
+        batch = list(self._waiting)[:_MAX_COMMANDS_PER_PIPELINE]
         for command, reply in zip(batch, self._client.pipeline(batch), strict=True):
             if is_unknown_script(reply):
                 reply = self._client.execute("EVAL", ANSWER.source, *command[2:])

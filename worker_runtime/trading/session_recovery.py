@@ -20,7 +20,7 @@ from worker_runtime.protocol.errors import BerthError, BrokerError, BrokerMainte
 from worker_runtime.protocol.launch import ExitCode
 from worker_runtime.protocol.messages import WorkerEventKind
 from worker_runtime.trading.account_session import AccountSession
-from worker_runtime.trading.broker_sessions import LISTING_TIMEOUT, PING_TIMEOUT, BrokerSessions
+from worker_runtime.trading.broker_sessions import LISTING_TIMEOUT_S, PING_TIMEOUT_S, BrokerSessions
 from worker_runtime.trading.health import AddWorkerEvent, logins_of
 
 #: Failed logins in a row after which this process is given up.
@@ -33,7 +33,7 @@ MAX_AWAY_S = 300.0
 MIN_QUIET_S = 60.0
 #: Seconds that one rebuild may take: more than Shioaji needs (1 to 6 s), less than a shutdown
 #: allows (10 s).
-_REBUILD_TIMEOUT = 8.0
+_REBUILD_TIMEOUT_S = 8.0
 
 
 @dataclass(eq=False, repr=False)
@@ -71,7 +71,7 @@ class SessionRecovery:
                 self.shared_state.state = self.broker_sessions.state()
                 return
             elif session.seconds_until_relisting() <= 0:
-                self.broker_sessions.relist(session, LISTING_TIMEOUT)
+                self.broker_sessions.relist(session, LISTING_TIMEOUT_S)
                 return
 
     def seconds_until_due(self, period: float) -> float | None:
@@ -103,9 +103,11 @@ class SessionRecovery:
             ):
                 reason = f"{session.name}: {_reason(session)}"
                 raise WorkerExit(ExitCode.SESSION_REPLACE, reason)
-        lost = [session for session in missing if session.refused is not None or session in spent]
-        if len(lost) == len(sessions):
-            reason = _reason(lost[0])
+        given_up = [
+            session for session in missing if session.refused is not None or session in spent
+        ]
+        if len(given_up) == len(sessions):
+            reason = _reason(given_up[0])
             self.add_event(WorkerEventKind.FAILED, reason, logins_of(sessions))
             raise WorkerExit(ExitCode.BROKER_FAILED, reason)
 
@@ -120,7 +122,7 @@ class SessionRecovery:
 
     def _ping(self, session: AccountSession) -> None:
         try:
-            self.broker_sessions.ping(session, PING_TIMEOUT)
+            self.broker_sessions.ping(session, PING_TIMEOUT_S)
         except (RateLimited, BrokerMaintenance) as error:
             session.ping_backoff.failed(error.retry_after or 0.0)
         else:
@@ -130,7 +132,7 @@ class SessionRecovery:
         """Rebuilds a session while nobody waits for it. A failure is logged and tried again."""
         self.shared_state.state = WorkerActivity.Reconnecting
         try:
-            self.broker_sessions.retry(session, _REBUILD_TIMEOUT)
+            self.broker_sessions.retry(session, _REBUILD_TIMEOUT_S)
         except BerthError as error:
             self.log.warning("reconnect_failed", code=error.code, account=session.name)
         self.shared_state.state = self.broker_sessions.state()

@@ -32,20 +32,23 @@ from infra.lab.rest import RestConnection
 from infra.lab.target import Target, running
 from infra.local.process import ServerFailed
 
-_WARM_UP = 200
+#: Orders before the measurement of orders.
+_WARM_UP_ORDERS = 200
 #: Seconds before each claim: they come at a pace, at most two a second of each side.
-_PACE = 0.25
-#: Seconds for a start with a full pool, or a block of work, and for a stop; then a side is killed.
-_PATIENCE, _STOP_PATIENCE = 300.0, 60.0
+_CLAIM_INTERVAL_S = 0.25
+#: Seconds for a start with a full pool, or a block of work; then a side is killed.
+_WORK_TIMEOUT_S = 300.0
+#: Seconds for a stop; then a side is killed.
+_STOP_TIMEOUT_S = 60.0
 #: Blocks, and the size of one.
-_SIZES = {"order": (80, 25), "claim": (60, 1)}
+_BLOCKS_AND_BLOCK_SIZE = {"order": (80, 25), "claim": (60, 1)}
 
 
 class MeasuredCheckout:
     """One of the two systems, in a process of its own."""
 
     def __init__(
-        self, checkout: Path, work: str, total: int, *, timeout_s: float = _PATIENCE
+        self, checkout: Path, work: str, total: int, *, timeout_s: float = _WORK_TIMEOUT_S
     ) -> None:
         """Raises `ServerFailed` for a folder that is no checkout. It starts meanwhile; see
         `wait`."""
@@ -90,7 +93,7 @@ class MeasuredCheckout:
     def close(self) -> None:
         try:
             # `communicate` closes its standard input, which ends it.
-            self._process.communicate(timeout=_STOP_PATIENCE)
+            self._process.communicate(timeout=_STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.communicate()
@@ -115,13 +118,13 @@ def run(
     blocks: int | None = None,
     say: figures.Say = figures.silent,
     *,
-    timeout_s: float = _PATIENCE,
+    timeout_s: float = _WORK_TIMEOUT_S,
 ) -> dict[str, Any]:
     """Measures `blocks` blocks of each side; `work` is order or claim.
 
     A side that starts or works for longer than `timeout_s` is ended. Raises `ServerFailed`.
     """
-    usual, block = _SIZES[work]
+    usual, block = _BLOCKS_AND_BLOCK_SIZE[work]
     blocks = blocks or usual
     total = blocks * block
     taken: dict[str, list[list[float]]] = {"there": [], "here": []}
@@ -205,7 +208,7 @@ def _orders(total: int) -> Iterator[tuple[Target, Work]]:
         [user] = target.make_users("trader", 1)
         connection = RestConnection(target.api_url, user.api_key)
         connection.call("POST", f"/v1/users/{user.user_id}/worker/start")
-        for _ in range(_WARM_UP):
+        for _ in range(_WARM_UP_ORDERS):
             order.send_order(connection, user)
         yield target, lambda: order.send_order(connection, user)
         connection.close()
@@ -226,7 +229,7 @@ def _claims(total: int) -> Iterator[tuple[Target, Work]]:
 
         def claim() -> float:
             user, connection = next(waiting)
-            time.sleep(_PACE)
+            time.sleep(_CLAIM_INTERVAL_S)
             began = time.perf_counter()
             connection.call("POST", f"/v1/users/{user.user_id}/worker/start")
             return time.perf_counter() - began

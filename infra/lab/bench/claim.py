@@ -20,9 +20,9 @@ from infra.lab.rest import RestConnection
 from infra.lab.target import BenchUser, Target, running
 
 #: Seconds that the system rests after it was prepared, before the clock runs.
-_SETTLE = 2.0
+_SETTLE_TIME_S = 2.0
 #: Warm workers kept while the refill is on.
-_POOL = 10
+_POOL_SIZE = 10
 
 
 def open_loop(
@@ -40,7 +40,7 @@ def open_loop(
     for user, connection in zip(users, connections, strict=True):
         # Connected, and the key is known.
         connection.call("GET", f"/v1/users/{user.user_id}/worker")
-    begin = time.monotonic() + _SETTLE
+    begin = time.monotonic() + _SETTLE_TIME_S
     with ThreadPoolExecutor(max_workers=len(users)) as threads:
         waiting = [
             threads.submit(one, user, connection, begin + number / rate)
@@ -81,7 +81,7 @@ def run(
 
 
 def measure(
-    target: Target, rate: float, n: int, refill_rate: float, refill_n: int, pool: int = _POOL
+    target: Target, rate: float, n: int, refill_rate: float, refill_n: int, pool: int = _POOL_SIZE
 ) -> dict[str, Any]:
     """Measures on a stack that runs; `pool` workers are kept warm while the refill is on."""
     full = target.make_users("full", n)

@@ -35,12 +35,12 @@ from worker_runtime.protocol.launch import WorkerConfig
 #: The paper broker needs no SDK.
 _IMAGE = "berth-worker:density"
 #: Seconds after which a fresh worker no longer grows, and over which CPU at rest is taken.
-_SETTLE = 8.0
+_SETTLE_TIME_S = 8.0
 #: Orders of a user before the measurement: its first one takes longer.
-_WARM_UP = 3
+_WARM_UP_ORDERS = 3
 #: The real broker bans a person beyond 250; this measures our path, not that limit.
 _ORDERS_PER_10S = 1_000_000
-_STARTERS = 8
+_MAX_CONCURRENT_STARTS = 8
 #: Takes memory as fast as it can; the kernel kills it at the limit of its container.
 _HOG_PROGRAM = "taken = []\nwhile True: taken.append(b'x' * 4194304)"
 
@@ -128,14 +128,14 @@ def _start_workers(target: Target, users: list[BenchUser], say: Say) -> None:
         connection = RestConnection(target.api_url, user.api_key)
         try:
             connection.call("POST", f"/v1/users/{user.user_id}/worker/start")
-            for _ in range(_WARM_UP):
+            for _ in range(_WARM_UP_ORDERS):
                 send_order(connection, user)
         finally:
             connection.close()
         done += 1
         say(f"measuring: density, {done} of {len(users)} workers are active")
 
-    with ThreadPoolExecutor(_STARTERS) as threads:
+    with ThreadPoolExecutor(_MAX_CONCURRENT_STARTS) as threads:
         list(threads.map(start, users))
 
 
@@ -174,7 +174,7 @@ def run(
     seconds: float = 30.0,
     rate: float = 30.0,
     *,
-    settle: float = _SETTLE,
+    settle: float = _SETTLE_TIME_S,
     say: Say = lambda text: None,
 ) -> dict[str, Any]:
     """Starts a stack whose workers are containers, and measures on it."""

@@ -26,9 +26,9 @@ from infra.lab.target import BenchUser, Target, running
 from infra.vault.api_tokens import ApiTokens
 
 FLOODS = ("malformed", "made up", "of a later version")
-_WARM_UP = 200
+_WARM_UP_ORDERS = 200
 #: Seconds until the flood is at its rate.
-_RAMP = 1.0
+_RAMP_TIME_S = 1.0
 
 
 def run(
@@ -56,16 +56,16 @@ def measure(
     [user] = target.make_users("flooded", 1)
     connection = RestConnection(target.api_url, user.api_key)
     connection.call("POST", f"/v1/users/{user.user_id}/worker/start")
-    for _ in range(_WARM_UP):
+    for _ in range(_WARM_UP_ORDERS):
         order.send_order(connection, user)
     quiet = _paced(connection, user, orders, seconds)
     floods: dict[str, Any] = {}
     for kind in FLOODS:
         say(f"orders during requests with keys that are {kind}")
-        numbers = (str(requests), str(connections), str(seconds + _RAMP))
+        numbers = (str(requests), str(connections), str(seconds + _RAMP_TIME_S))
         words = [sys.executable, "-m", __name__, target.api_url, _bad_key(kind, target), *numbers]
         flood = subprocess.Popen(words, stdout=subprocess.PIPE)
-        time.sleep(_RAMP)
+        time.sleep(_RAMP_TIME_S)
         taken = _paced(connection, user, orders, seconds)
         answers, _ = flood.communicate(timeout=seconds + 60)
         floods[kind] = {**figures.milliseconds(taken, 50, 99), **json.loads(answers)}

@@ -18,12 +18,14 @@ from infra.lab.rest import RestConnection
 from infra.lab.target import BenchUser, Target
 
 #: Milliseconds that the 99th percentile may take.
-LIMIT_MS = 50.0
-#: Orders a second of the first step, and by how much each step is faster than the last.
-FIRST = 20.0
-GROWTH = 1.2
-#: A step that falls so far behind is beyond the knee whatever its percentiles.
-_BEHIND = 0.9
+MAX_P99_MS = 50.0
+#: Orders per second of the first step.
+FIRST_ORDERS_PER_S = 20.0
+#: Factor by which each step is faster than the last.
+RATE_GROWTH = 1.2
+#: Share of a step's rate that must be done. A step below it is beyond the knee, whatever its
+#: percentiles.
+_MIN_DONE_SHARE = 0.9
 
 #: Places one order over a connection; raises when it is not filled.
 OrderSender = Callable[[RestConnection, BenchUser], object]
@@ -35,7 +37,7 @@ def run(
     place: OrderSender,
     *,
     seconds: float,
-    first: float = FIRST,
+    first: float = FIRST_ORDERS_PER_S,
 ) -> dict[str, Any]:
     """Measures steps of `seconds` each until two in a row are beyond the limit.
 
@@ -46,7 +48,7 @@ def run(
     rate = first
     while len(steps) < 2 or any(_good(step) for step in steps[-2:]):
         steps.append(_step(target, users, place, rate, seconds))
-        rate *= GROWTH
+        rate *= RATE_GROWTH
     good = [number for number, step in enumerate(steps) if _good(step)]
     if not good:
         return {
@@ -65,14 +67,16 @@ def run(
 
 
 def _good(step: dict[str, Any]) -> bool:
-    return bool(step["p99_ms"] <= LIMIT_MS and step["done_per_s"] >= _BEHIND * step["rate_per_s"])
+    return bool(
+        step["p99_ms"] <= MAX_P99_MS and step["done_per_s"] >= _MIN_DONE_SHARE * step["rate_per_s"]
+    )
 
 
 def _between(below: dict[str, Any], above: dict[str, Any]) -> float:
     """Returns the rate at which the percentile is the limit; the lower one if the upper fell behind
     with it met."""
     rise = above["p99_ms"] - below["p99_ms"]
-    share = 0.0 if above["p99_ms"] <= LIMIT_MS else (LIMIT_MS - below["p99_ms"]) / rise
+    share = 0.0 if above["p99_ms"] <= MAX_P99_MS else (MAX_P99_MS - below["p99_ms"]) / rise
     return round(
         float(below["rate_per_s"] + share * (above["rate_per_s"] - below["rate_per_s"])), 1
     )
@@ -134,7 +138,7 @@ def rows(result: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     return [
         *shares,
-        (f"knee: p99 passes {LIMIT_MS:g} ms at", f"{result['knee_per_s']} orders/s"),
+        (f"knee: p99 passes {MAX_P99_MS:g} ms at", f"{result['knee_per_s']} orders/s"),
         (
             "CPU before the knee, % of a core",
             "   ".join(f"{name} {share}" for name, share in shown)

@@ -17,7 +17,7 @@ from infra.lab.rest import RestConnection
 from infra.lab.target import Target, running
 
 #: Seconds after which a fresh worker no longer grows.
-SETTLE = 8.0
+SETTLE_TIME_S = 8.0
 
 
 def pss_mib(pid: int) -> float:
@@ -36,7 +36,7 @@ def _mean(target: Target, only: set[str] | None = None) -> float:
     return sum(sizes) / len(sizes)
 
 
-def run(workers: int = 10, settle: float = SETTLE) -> dict[str, Any]:
+def run(workers: int = 10, settle: float = SETTLE_TIME_S) -> dict[str, Any]:
     """Measures one idle worker alone, then `workers` of them, then an active one next to them.
 
     Each time it waits `settle` seconds first.

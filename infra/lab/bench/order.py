@@ -17,8 +17,8 @@ from infra.lab.rest import RequestFailed, RestConnection
 from infra.lab.target import BenchUser, Target, running
 from worker_runtime.protocol.errors import LoginRejected
 
-_WARM_UP = 100
-_REFUSED = 200
+_WARM_UP_ORDERS = 100
+_REFUSED_ORDERS = 200
 #: The real broker bans a person beyond 250; this measures our path, not that limit.
 ORDERS_PER_10S = 1_000_000
 
@@ -86,7 +86,7 @@ def _refused(target: Target) -> list[float]:
     [user] = target.make_users("refused", 1, at_exchange=False)
     connection = RestConnection(target.api_url, user.api_key)
     taken = []
-    for _ in range(1 + _REFUSED):
+    for _ in range(1 + _REFUSED_ORDERS):
         started = time.perf_counter()
         try:
             send_order(connection, user)
@@ -103,7 +103,7 @@ def run(
     users: int = 8,
     seconds: float = 10.0,
     knee_users: int = 50,
-    knee_first: float = knee.FIRST,
+    knee_first: float = knee.FIRST_ORDERS_PER_S,
 ) -> dict[str, Any]:
     """Measures `n` orders of one user, one after the other; then `users` users at
     once for `seconds`; then `knee_users` at growing rates from `knee_first` orders
@@ -121,7 +121,7 @@ def measure(
     target.pool_update("pause")  # launches of new workers would run into the measurement
     traders = _active(target, "trader", users)
     connection = RestConnection(target.api_url, traders[0].api_key)
-    for _ in range(_WARM_UP):
+    for _ in range(_WARM_UP_ORDERS):
         send_order(connection, traders[0])
     meter, stolen = CpuMeter(target), StolenTime()
     taken = [send_order(connection, traders[0]) for _ in range(n)]

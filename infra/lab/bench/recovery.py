@@ -35,13 +35,13 @@ from infra.lab.target import BenchUser, Target, running
 from infra.local.process import ServerFailed
 
 #: Warm workers: the figure is for a pool that is not empty.
-_POOL = 3
+_POOL_SIZE = 3
 #: In one round of this many, only the worker's first process is killed.
-_ZYGOTE_EVERY = 4
+_ROUNDS_PER_ZYGOTE_KILL = 4
 #: Seconds; a round that takes longer has failed: by then the mark has expired, too.
-_GIVE_UP = 60.0
+_ROUND_TIMEOUT_S = 60.0
 #: Seconds for which a host stands still: twice the time after which a session counts as frozen.
-_STALL = 6.0
+_STALL_TIME_S = 6.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,18 +71,18 @@ class RecoveryRounds:
         kills the worker and measures; then stops the user."""
         target = self._target
         workers = len(target.workers())
-        target.wait_ready(_POOL)
+        target.wait_ready(_POOL_SIZE)
         connection = RestConnection(target.api_url, user.api_key)
         try:
             worker = connection.call("POST", f"/v1/users/{user.user_id}/worker/start")
             order.send_order(connection, user)
-            target.wait_ready(_POOL)  # the refill is not part of the measurement
+            target.wait_ready(_POOL_SIZE)  # the refill is not part of the measurement
             pid = target.worker_pids()[worker["worker_id"]]
             result = self._measure(user, connection, pid, kill)
             connection.call("POST", f"/v1/users/{user.user_id}/worker/stop", {})
         finally:
             connection.close()
-        target.wait_workers(max(workers, _POOL))
+        target.wait_workers(max(workers, _POOL_SIZE))
         return result
 
     def _measure(
@@ -98,7 +98,7 @@ class RecoveryRounds:
                 began = time.monotonic()
             finally:
                 killed.set()
-            self._await_active(user, connection, before, kill, began + _GIVE_UP)
+            self._await_active(user, connection, before, kill, began + _ROUND_TIMEOUT_S)
             active = time.monotonic() - began
             answered_at, outcome = placing.result()
         return RecoveryRound(
@@ -131,7 +131,9 @@ class RecoveryRounds:
             if agreed and mark["epoch"] == lifecycle["epoch"] == epoch:
                 return
             if time.monotonic() > until:
-                raise ServerFailed(f"not Active again {_GIVE_UP:.0f} s after the kill: {view}")
+                raise ServerFailed(
+                    f"not Active again {_ROUND_TIMEOUT_S:.0f} s after the kill: {view}"
+                )
 
     def _send_order(self, user: BenchUser, killed: threading.Event) -> tuple[float, str]:
         """Places an order as soon as `killed` is set; when it was answered, and how."""
@@ -157,7 +159,7 @@ class RecoveryRounds:
         before = {user.user_id: self._marks.read_mark(user.user_id) for user in users}
         stopped = [pid for mark in before.values() for pid in processes_of(mark.worker_id).all]
         send_signal(signal.SIGSTOP, *stopped)
-        time.sleep(_STALL)
+        time.sleep(_STALL_TIME_S)
         send_signal(signal.SIGCONT, *stopped)
         # A replacement would begin within this.
         time.sleep(self._target.settings.pulse_timeout + 2.0)
@@ -176,7 +178,7 @@ def run(
     Then `replaced` kills of the session process alone, and `frozen` stops of it; at last the host
     of `stalled` users stands still.
     """
-    with running(pool_target=_POOL) as target:
+    with running(pool_target=_POOL_SIZE) as target:
         return measure(target, n, replaced, frozen, stalled, say)
 
 
@@ -185,12 +187,12 @@ def measure(
 ) -> dict[str, Any]:
     """Measures on a stack that runs: one round, and one new user, for each kill."""
     plan = [
-        WorkerKill.TREE if number % _ZYGOTE_EVERY else WorkerKill.ZYGOTE
+        WorkerKill.TREE if number % _ROUNDS_PER_ZYGOTE_KILL else WorkerKill.ZYGOTE
         for number in range(1, n + 1)
     ]
     plan += [WorkerKill.SESSION] * replaced + [WorkerKill.FROZEN] * frozen
     done: list[RecoveryRound] = []
-    target.fill_pool(_POOL)
+    target.fill_pool(_POOL_SIZE)
     users = target.make_users("phoenix", len(plan))
     rounds = RecoveryRounds(target)
     try:
@@ -218,7 +220,9 @@ def measure(
             if kill.in_place and parts[kill]
         },
         "pulse_timeout_s": pulse_timeout,
-        **({"stall": {"s": _STALL, "users": stalled, "replaced": harmed}} if stalled else {}),
+        **(
+            {"stall": {"s": _STALL_TIME_S, "users": stalled, "replaced": harmed}} if stalled else {}
+        ),
     }
 
 

@@ -42,7 +42,7 @@ from worker_runtime.protocol.messages import Fill, OrderState, PriceType, Side, 
 from worker_runtime.protocol.order_terms import OrderCondition, OrderLot
 
 #: Seconds of calls of the SDK that take no time limit.
-_CALL_S = 30.0
+_CALL_TIMEOUT_S = 30.0
 #: Seconds after the answer at which an order's acceptance is reported.
 _ACCEPTED_AFTER_S = 0.05
 _STATUS = {
@@ -166,7 +166,7 @@ class StandInClient:
                 client=self._client,
             )
 
-        reply = self._call(login, _CALL_S)
+        reply = self._call(login, _CALL_TIMEOUT_S)
         self._session_id = reply.session_id
         threading.Thread(target=self._await_end, args=(self._link,), daemon=True).start()
         return [self._own_account()]
@@ -319,7 +319,7 @@ class StandInClient:
         def ask(id: int) -> wire.ListExchangeInstruments:
             return wire.ListExchangeInstruments(id=id, after=after)
 
-        page = self._call(ask, _CALL_S).instruments
+        page = self._call(ask, _CALL_TIMEOUT_S).instruments
         return page or InstrumentPage()
 
     def _call(

@@ -15,14 +15,14 @@ import time
 from contextlib import ExitStack
 from typing import Any
 
-from infra.lab.bench.memory import SETTLE, pss_mib
+from infra.lab.bench.memory import SETTLE_TIME_S, pss_mib
 from infra.lab.rest import RestConnection
 from infra.lab.shioaji import keys
 from infra.lab.target import Target, own_folder
 from infra.local.stack import LocalStack
 
 
-def measure(workers: int = 30, settle_s: float = SETTLE) -> dict[str, Any]:
+def measure(workers: int = 30, settle_s: float = SETTLE_TIME_S) -> dict[str, Any]:
     """Measures `workers` idle in the pool, then as many that each hold a session of one user."""
     with ExitStack() as contexts:
         stack = LocalStack(

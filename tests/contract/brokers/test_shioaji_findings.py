@@ -213,10 +213,10 @@ def test_d_a_cancel_of_the_rest_leaves_a_partly_filled_order_cancelled(known: bo
     assert sum(fill.quantity for fill in change.order.fills) == 2
 
 
-# --- E: suspensions -------------------------------------------------------------------------------
+# --- E: pauses ------------------------------------------------------------------------------------
 
 
-def test_e_a_suspended_login_asks_for_a_minute_of_silence(setting: ShioajiStage) -> None:
+def test_e_a_login_refused_with_503_asks_for_a_pause_of_a_minute(setting: ShioajiStage) -> None:
     setting.client.does["login"] = fails(
         "SystemMaintenance", "StatusCode: 503, Detail: Service Unavailable"
     )

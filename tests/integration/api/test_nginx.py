@@ -19,7 +19,7 @@ import httpx
 import pytest
 import uvicorn
 
-from api.http.middleware import MAX_BODY, HeadLimitingProtocol
+from api.http.middleware import MAX_BODY_BYTES, HeadLimitingProtocol
 from infra.client.client import AsyncBerthClient
 from infra.local.process import free_port
 from infra.settings import Settings
@@ -278,7 +278,7 @@ async def test_an_event_comes_through_at_once(
 async def test_what_is_too_large_is_refused_with_its_reason(front: Serve, buffering: str) -> None:
     extra = f"proxy_request_buffering {buffering}; large_client_header_buffers 4 300k;"
     async with front(extra=extra) as nginx, nginx.client(nginx.api.key) as user:
-        body = b" " * (MAX_BODY + 1)
+        body = b" " * (MAX_BODY_BYTES + 1)
         address = f"/v1/users/{nginx.api.user}/orders"
         for content in (body, _chunks(body), _chunks(b" " * 900_000)):
             refused = await user.post(address, content=content)

@@ -21,7 +21,7 @@ from temporalio.common import SearchAttributePair, TypedSearchAttributes
 from temporalio.service import RPCError
 
 from api.http.rights import RIGHTS
-from api.page.rendering import HERE, MENU, ROWS
+from api.page.rendering import HERE, MAX_TABLE_ROWS, MENU
 from infra.database.dead_letters import DeadLetter, DeadLetters
 from infra.local.servers import TemporalServer
 from infra.settings import Settings
@@ -139,7 +139,7 @@ async def test_orders_of_all_users_and_users_are_listed_in_pages(
     path = f"/users/{api.user}/orders"
     placed = [
         (await user.post(path, json=an_order(n, symbol="PAGED"))).json()["id"]
-        for n in range(ROWS + 1)
+        for n in range(MAX_TABLE_ROWS + 1)
     ]
     async with logged_in_browser(api, await make_key(api.services.settings, "operator")) as client:
         first = await read_page(client, "/page/orders?symbol=PAGED")
@@ -149,7 +149,7 @@ async def test_orders_of_all_users_and_users_are_listed_in_pages(
         rows = [
             re.findall(r'href="/page/orders/([0-9a-f-]{36})"', page) for page in (first, second)
         ]
-        assert [len(page) for page in rows] == [ROWS, 1]
+        assert [len(page) for page in rows] == [MAX_TABLE_ROWS, 1]
         assert rows[0] + rows[1] == placed[::-1]
         assert f'href="/page/users/{api.user}"' in first
         assert "First page" in second

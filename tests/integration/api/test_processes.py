@@ -13,8 +13,8 @@ import httpx
 import psutil
 import pytest
 
-from api.http.middleware import MAX_HEAD
-from api.http.server import GRACE
+from api.http.middleware import MAX_HEAD_BYTES
+from api.http.server import STOP_GRACE_S
 from infra.settings import Settings
 from tests.support.systems.api import Serve, StartWorker, alive, an_order, make_key
 from tests.support.waiting import until
@@ -23,7 +23,7 @@ from worker_runtime.protocol import keys
 
 def assert_refuses_a_huge_head(url: httpx.URL) -> None:
     with socket.create_connection((url.host, url.port or 0), timeout=30) as link:
-        link.sendall(b"GET / HTTP/1.1\r\nx: " + b"y" * 2 * MAX_HEAD)
+        link.sendall(b"GET / HTTP/1.1\r\nx: " + b"y" * 2 * MAX_HEAD_BYTES)
         assert link.recv(13) == b"HTTP/1.1 431 "
 
 
@@ -90,7 +90,7 @@ async def test_an_open_event_stream_does_not_hold_up_the_stop(
     ended_by = await asyncio.to_thread(process.wait, 20)
     # uvicorn alone ends by the signal itself.
     assert ended_by == (0 if processes > 1 else -signal.SIGTERM)
-    assert time.monotonic() - began < GRACE / 2
+    assert time.monotonic() - began < STOP_GRACE_S / 2
 
 
 @pytest.mark.slow

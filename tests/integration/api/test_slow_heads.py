@@ -12,7 +12,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from api.http.middleware import MAX_HEAD, HeadLimitingProtocol
+from api.http.middleware import MAX_HEAD_BYTES, HeadLimitingProtocol
 from infra.local.process import free_port
 from tests.support.waiting import until
 
@@ -93,7 +93,7 @@ async def test_a_slow_body_is_not_a_slow_head(port: int) -> None:
 async def test_a_head_without_an_end_is_refused_at_once(port: int) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     began = time.monotonic()
-    writer.write(HEAD + b"x: " + b"y" * 2 * MAX_HEAD)
+    writer.write(HEAD + b"x: " + b"y" * 2 * MAX_HEAD_BYTES)
     answer = await reader.read()
     assert answer.startswith(b"HTTP/1.1 431 ")
     assert b'"code": "HEAD_TOO_LARGE"' in answer

@@ -81,7 +81,7 @@ class SimulatedHarness:
                 self.client,
                 scripts.CLAIM,
                 [keys.pool_ready(POOL), keys.pool_claim(POOL, claim_id)],
-                [claim_id, keys.pool_worker_prefix(POOL), keys.CLAIM_TTL],
+                [claim_id, keys.pool_worker_prefix(POOL), keys.CLAIM_TTL_S],
             )
             if reply[0] != b"empty":
                 return reply

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.workers.harness import WorkerHarness
-from worker_runtime.process.clock import SECOND
+from worker_runtime.process.clock import NS_PER_S
 from worker_runtime.process.doorbell import JobDoorbell
 from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import SharedState
@@ -85,7 +85,7 @@ def test_it_listens_again_when_the_pause_after_dead_runners_is_over(
     harness: WorkerHarness, shared_state: SharedState
 ) -> None:
     bell, main = listening(harness.url, shared_state)
-    shared_state.jobs_not_before = time.monotonic_ns() + 60 * SECOND
+    shared_state.jobs_not_before = time.monotonic_ns() + 60 * NS_PER_S
     bell.run_due(reachable=True)
     assert bell.seconds_until_due() == 3600.0
     shared_state.jobs_not_before = time.monotonic_ns() - 1

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tests.support.brokers.fake import FakeBroker, FakeMarket
 from tests.support.brokers.rate_limiters import CountingBudget
 from worker_runtime.brokers.port import Broker, ConnectionKey, OnOrderChanged
-from worker_runtime.process.clock import SECOND, boot_ns
+from worker_runtime.process.clock import NS_PER_S, boot_ns
 from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import Lease, SharedState
 from worker_runtime.protocol.errors import (
@@ -29,7 +29,7 @@ class MarketConnections:
     def __init__(self, *names: str, away_limit: float = 300.0) -> None:
         self.market = FakeMarket()
         self.shared_state = SharedState()
-        self.shared_state.lease_session = boot_ns() + 60 * SECOND
+        self.shared_state.lease_session = boot_ns() + 60 * NS_PER_S
         self.reported: list[tuple[str, str]] = []
         #: Error of the next logins, by account.
         self.faults: dict[str, BerthError] = {}

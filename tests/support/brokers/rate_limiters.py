@@ -21,10 +21,10 @@ class UnlimitedRateLimiter(SharedRateLimiter):
     def __init__(self) -> None:
         self.limit_used = None
         #: Accounts and seconds of the pauses that brokers have asked for.
-        self.suspensions: list[tuple[str, float]] = []
+        self.pauses: list[tuple[str, float]] = []
 
-    def note_suspension(self, account: OpenedAccount, first_pause_s: float) -> None:
-        self.suspensions.append((account.key.account_id, first_pause_s))
+    def note_pause(self, account: OpenedAccount, first_pause_s: float) -> None:
+        self.pauses.append((account.key.account_id, first_pause_s))
 
     def grant_is_fresh(self) -> bool:
         return True

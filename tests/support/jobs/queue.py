@@ -10,7 +10,7 @@ from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import (
     BOOST_MS,
-    FAILED_TTL,
+    FAILED_TTL_S,
     Job,
     JobResult,
     JobStatus,
@@ -104,7 +104,7 @@ def claiming(runner: JobQueue, number: int) -> tuple[Argument, ...]:
         queues,
         0,
         "",
-        FAILED_TTL,
+        FAILED_TTL_S,
         BOOST_MS,
         0,
         "",

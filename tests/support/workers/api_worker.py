@@ -152,7 +152,7 @@ class ScriptedWorker:
             self._client,
             scripts.ANSWER,
             names,
-            [item, worker_answer(self.user_id, answer), keys.ANSWER_TTL, channel],
+            [item, worker_answer(self.user_id, answer), keys.ANSWER_TTL_S, channel],
         )
 
     async def answer_later(self, answer: Answer) -> None:

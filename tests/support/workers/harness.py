@@ -121,7 +121,7 @@ class WorkerHarness:
         )
         pool = keys.pool_ready(self.pool), keys.pool_claim(self.pool, reserved)
         names = [entry, *pool, keys.pool_born(self.pool, reserved)]
-        self.client.run(ADMIT_WORKER, names, [worker.worker_id, reserved, keys.CLAIM_TTL])
+        self.client.run(ADMIT_WORKER, names, [worker.worker_id, reserved, keys.CLAIM_TTL_S])
         return cast("bytes | None", self.client.execute("HGET", entry, "state"))
 
     def active(self, accounts: dict[str, str] | None = None, **changes: Any) -> SpawnedWorker:
@@ -135,7 +135,7 @@ class WorkerHarness:
 
     def take(self, claim_id: str) -> list[bytes]:
         names = [keys.pool_ready(self.pool), keys.pool_claim(self.pool, claim_id)]
-        words: list[str | int] = [claim_id, keys.pool_worker_prefix(self.pool), keys.CLAIM_TTL]
+        words: list[str | int] = [claim_id, keys.pool_worker_prefix(self.pool), keys.CLAIM_TTL_S]
         return cast("list[bytes]", self.client.run(CLAIM, names, words))
 
     def own(self, worker_id: str, epoch: int, generation: str = GENERATION) -> None:

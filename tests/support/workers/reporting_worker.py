@@ -80,7 +80,7 @@ class ReportingWorker:
             [
                 item,
                 worker_answer(user, self._answer(query), epoch=self.epoch),
-                keys.ANSWER_TTL,
+                keys.ANSWER_TTL_S,
                 query.reply_to,
             ],
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from api.http.paths import MAX_SHOWN_PATH, local_path, public_path, redacted_path
+from api.http.paths import MAX_SHOWN_PATH_LENGTH, local_path, public_path, redacted_path
 from infra.settings import Settings
 
 
@@ -59,7 +59,7 @@ def test_a_path_without_a_token_is_shown(path: str) -> None:
 
 def test_a_long_path_is_cut_where_it_is_shown() -> None:
     shown = public_path({"path": "/v1/" + "x" * 60_000})
-    assert shown == "/v1/" + "x" * (MAX_SHOWN_PATH - 4) + "…"
+    assert shown == "/v1/" + "x" * (MAX_SHOWN_PATH_LENGTH - 4) + "…"
 
 
 @pytest.mark.parametrize("path", ["", "/", "/berth", "/berth/", "/a/b.c/~d_e-f"])

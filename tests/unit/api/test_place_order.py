@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 from api.app import create_app
 from api.http.auth import Authenticator, Principal
 from api.http.errors import ClientOrderIdReused
-from api.http.middleware import MAX_BODY
+from api.http.middleware import MAX_BODY_BYTES
 from api.http.rights import Role
 from api.orders import schemas
 from api.orders.placer import PlacementResult
@@ -140,7 +140,7 @@ async def place(
         (b"[" * 20_000, JSON, "/users/alice/orders", "alice", 422),
         (b"null", JSON, "/users/alice/orders", "alice", 422),
         (b"", JSON, "/users/alice/orders", "alice", 422),
-        (b" " * (MAX_BODY + 1), JSON, "/users/alice/orders", "alice", 413),
+        (b" " * (MAX_BODY_BYTES + 1), JSON, "/users/alice/orders", "alice", 413),
     ],
 )  # fmt: skip
 async def test_only_a_complete_order_of_somebody_who_may_place_it_is_taken(

@@ -13,7 +13,7 @@ from starlette.types import Message
 from structlog.testing import capture_logs
 
 from api.http import errors, problems
-from api.http.middleware import MAX_BODY, RequestMiddleware
+from api.http.middleware import MAX_BODY_BYTES, RequestMiddleware
 from api.users.schemas import CredentialsRequest
 from infra.database.engine import DatabaseUnavailable
 from infra.database.users import UserExists
@@ -171,11 +171,14 @@ async def chunks(size: int) -> Any:
 @pytest.mark.parametrize("chunked", [False, True])
 async def test_a_body_over_the_limit_is_refused(chunked: bool) -> None:
     async with client() as http:
-        fits = await http.post("/echo", content=chunks(MAX_BODY) if chunked else b"x" * MAX_BODY)
-        over = await http.post(
-            "/echo", content=chunks(MAX_BODY + 1024) if chunked else b"x" * (MAX_BODY + 1)
+        fits = await http.post(
+            "/echo", content=chunks(MAX_BODY_BYTES) if chunked else b"x" * MAX_BODY_BYTES
         )
-    assert fits.json() == MAX_BODY
+        over = await http.post(
+            "/echo",
+            content=chunks(MAX_BODY_BYTES + 1024) if chunked else b"x" * (MAX_BODY_BYTES + 1),
+        )
+    assert fits.json() == MAX_BODY_BYTES
     assert over.status_code == 413
     assert over.json()["code"] == "BODY_TOO_LARGE"
 

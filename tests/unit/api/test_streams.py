@@ -10,7 +10,7 @@ from starlette.types import Message
 
 from api.http.errors import TooManyStreams, Unauthenticated
 from api.http.notifications import NotificationListener
-from api.http.streams import MOST_OF_KEY, MOST_OF_ONE, EventStreams, ServerEvent
+from api.http.streams import MAX_STREAMS_PER_KEY, MAX_STREAMS_PER_SUBJECT, EventStreams, ServerEvent
 from infra.database.engine import DatabaseUnavailable
 
 
@@ -147,7 +147,9 @@ async def test_streams_of_a_key_for_a_user_are_limited_and_a_closed_one_makes_ro
     notices: NotificationListener,
 ) -> None:
     streams = EventStreams(notices, never, heartbeat=3600.0)
-    answers = [await streams.open_stream(FakeFeed(), "key", 0) for _ in range(MOST_OF_ONE)]
+    answers = [
+        await streams.open_stream(FakeFeed(), "key", 0) for _ in range(MAX_STREAMS_PER_SUBJECT)
+    ]
     with pytest.raises(TooManyStreams):
         await streams.open_stream(FakeFeed(), "key", 0)
     other = await streams.open_stream(FakeFeed(), "another key", 0)
@@ -160,14 +162,14 @@ async def test_streams_of_a_key_for_a_user_are_limited_and_a_closed_one_makes_ro
 
     scope = {"type": "http", "asgi": {"spec_version": "2.3"}}
     await asyncio.wait_for(answers[0](scope, gone, nowhere), 10)
-    assert streams.open == MOST_OF_ONE
+    assert streams.open == MAX_STREAMS_PER_SUBJECT
     await streams.open_stream(FakeFeed(), "key", 0)
     assert other.media_type == "text/event-stream"
 
 
 async def test_one_key_does_not_take_all_places(notices: NotificationListener) -> None:
     streams = EventStreams(notices, never)
-    for number in range(MOST_OF_KEY):
+    for number in range(MAX_STREAMS_PER_KEY):
         feed = FakeFeed()
         feed.key = f"user-{number}"
         await streams.open_stream(feed, "key", 0)

@@ -55,7 +55,7 @@ def test_everything_has_every_kind_of_fault_in_ten_minutes() -> None:
 
 
 def test_the_harder_faults_come_in_every_other_round() -> None:
-    plan = schedule.plan_faults(1, 24 * schedule.SERVER_FAULT_EVERY)
+    plan = schedule.plan_faults(1, 24 * schedule.SERVER_FAULT_INTERVAL_S)
     rounds = [fault.kind for fault in plan if fault.target is FaultTarget.VALKEY]
     assert set(rounds[:3]) == {FaultKind.KILL, FaultKind.FLUSH_CANCELS, FaultKind.REWIND}
     assert set(rounds[3:]) == {FaultKind.KILL, FaultKind.FLUSH, FaultKind.LAG}

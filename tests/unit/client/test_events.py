@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.client.errors import ApiError, UnexpectedAnswer, Unreachable
-from infra.client.events import LONGEST_AGAIN, EventParser, Subscription
+from infra.client.events import MAX_RECONNECT_INTERVAL_S, EventParser, Subscription
 from infra.client.models import PresentWorkerState, StateTransition
 from tests.support.clients.scripted_transport import ScriptedTransport
 
@@ -113,8 +113,8 @@ def test_pauses_double_while_a_stream_cannot_be_opened_and_end_with_it() -> None
         2,
         4,
         8,
-        LONGEST_AGAIN,
-        LONGEST_AGAIN,
+        MAX_RECONNECT_INTERVAL_S,
+        MAX_RECONNECT_INTERVAL_S,
     ]
     subscription.open(ok)
     assert subscription.pause(None) == 1

@@ -22,7 +22,7 @@ from infra.node.register import NodeRegister
 from infra.node.server import NodeServer
 from infra.settings import Settings
 from infra.worker_task import LauncherUnreachable, Task
-from worker_runtime.protocol.messages import MAX_MESSAGE, encode
+from worker_runtime.protocol.messages import MAX_MESSAGE_BYTES, encode
 
 MANY = [
     Task(
@@ -84,7 +84,7 @@ async def serving(settings: Settings) -> AsyncIterator[tuple[CrowdedKeeper, Node
 
 
 async def test_a_list_of_five_thousand_workers_arrives_whole(settings: Settings) -> None:
-    assert len(encode(TaskList(tasks=MANY))) > max(MAX_LINE, MAX_MESSAGE)
+    assert len(encode(TaskList(tasks=MANY))) > max(MAX_LINE, MAX_MESSAGE_BYTES)
     async with serving(settings):
         assert await ProcessLauncher(settings.node_socket).list() == MANY
         node = NodeComponent(settings.data_dir, settings)

@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker_runtime.protocol.authentication import MAX_MAC, AssignmentKeys, MessageKey, sign, verify
+from worker_runtime.protocol.authentication import (
+    MAX_MAC_LENGTH,
+    AssignmentKeys,
+    MessageKey,
+    sign,
+    verify,
+)
 
 OLD, NEW, FUTURE = (MessageKey(number, bytes([number]) * 32) for number in (1, 2, 3))
 
@@ -72,7 +78,7 @@ def test_nothing_counts_without_keys_or_without_a_mac() -> None:
     assert sign([], b"use") == ""
     assert not verify([NEW], "", b"use")
     assert not verify([], sign([NEW], b"use"), b"use")
-    assert not verify([NEW], sign([NEW], b"use") + "," * MAX_MAC, b"use")
+    assert not verify([NEW], sign([NEW], b"use") + "," * MAX_MAC_LENGTH, b"use")
 
 
 @given(st.text(max_size=300))

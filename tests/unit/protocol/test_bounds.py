@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from api.http.fields import plain_price
 from api.positions.schemas import PositionView
 from worker_runtime.protocol.bounds import (
-    LARGEST_PRICE,
     MAX_DIGITS,
     MAX_EXPONENT,
-    MAX_PRICE_CHARACTERS,
+    MAX_PRICE,
+    MAX_PRICE_LENGTH,
     MIN_EXPONENT,
     check_amounts,
     check_prices,
@@ -27,7 +27,7 @@ from worker_runtime.protocol.bounds import (
     round_price,
 )
 from worker_runtime.protocol.errors import MalformedMessage
-from worker_runtime.protocol.messages import MAX_MESSAGE, Answer, Event, decode
+from worker_runtime.protocol.messages import MAX_MESSAGE_BYTES, Answer, Event, decode
 from worker_runtime.protocol.requests import Request, decode_report
 
 #: Numbers whose text is short and which are long when they are written without an exponent.
@@ -95,7 +95,7 @@ def test_an_adapter_changes_no_number_that_has_six_places() -> None:
 
 
 @given(numbers)
-@example(LARGEST_PRICE)
+@example(MAX_PRICE)
 @example(Decimal((0, (9,) * MAX_DIGITS, MIN_EXPONENT)))
 @example(Decimal((0, (1,), MIN_EXPONENT)))
 def test_an_accepted_number_is_never_written_longer_than_its_bound(number: Decimal) -> None:
@@ -105,7 +105,7 @@ def test_an_accepted_number_is_never_written_longer_than_its_bound(number: Decim
         return
     for value in (number, round_price(number)):
         text = plain_number(value)
-        assert len(text) <= MAX_PRICE_CHARACTERS
+        assert len(text) <= MAX_PRICE_LENGTH
         assert Decimal(text) == value
         assert "E" not in text
 
@@ -122,11 +122,11 @@ def test_rounding_raises_nothing_and_keeps_what_is_refused(number: Decimal) -> N
 def hostile(item: bytes, before: bytes, behind: bytes) -> bytes:
     """Returns the longest message that is still read, with as many of this item as a list may
     have."""
-    room = MAX_MESSAGE - len(before) - len(behind)
+    room = MAX_MESSAGE_BYTES - len(before) - len(behind)
     return before + b",".join([item] * min(MAX_LISTED, room // (len(item) + 1))) + behind
 
 
-#: `bounds.LISTED`.
+#: `bounds.LIST_BOUNDS`.
 MAX_LISTED = 4_000
 
 
@@ -193,7 +193,8 @@ def show_positions(message: bytes) -> None:
         return
     shown = [PositionView.of(position) for position in report.positions]
     assert (
-        len(msgspec.json.encode([plain_price(view.average_price) for view in shown])) <= MAX_MESSAGE
+        len(msgspec.json.encode([plain_price(view.average_price) for view in shown]))
+        <= MAX_MESSAGE_BYTES
     )
     assert all(view.model_dump_json() for view in shown)
 

@@ -286,7 +286,7 @@ def test_an_unknown_type_is_malformed() -> None:
 
 
 def test_a_later_schema_version_is_refused_by_name() -> None:
-    later = msgspec.json.decode(encode(ORDER)) | {"v": messages.SCHEMA + 1}
+    later = msgspec.json.decode(encode(ORDER)) | {"v": messages.SCHEMA_VERSION + 1}
     with pytest.raises(UnsupportedSchema):
         decode(msgspec.json.encode(later), Request)
 
@@ -318,7 +318,7 @@ def test_unknown_fields_are_ignored_so_that_an_older_worker_understands_a_newer_
 
 def test_an_oversized_message_is_refused_unread() -> None:
     with pytest.raises(MalformedMessage, match="bytes"):
-        decode(b" " * (messages.MAX_MESSAGE + 1), Request)
+        decode(b" " * (messages.MAX_MESSAGE_BYTES + 1), Request)
 
 
 def test_credentials_do_not_show_themselves() -> None:

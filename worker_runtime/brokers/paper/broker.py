@@ -46,25 +46,25 @@ from worker_runtime.protocol.requests import ConfirmedQuantityChange
 from worker_runtime.protocol.sockets import watch_peer
 
 #: Seconds `close()` waits for the exchange to confirm the logout; the port allows a second in all.
-_LOGOUT_WAIT = 0.4
+_LOGOUT_TIMEOUT_S = 0.4
 #: Error codes that say that a place, cancel or replace did nothing;
 #: any other leaves the outcome open.
-_NOT_TAKEN = frozenset(
+_NOT_TAKEN_CODES = frozenset(
     error.code
     for error in (OrderRejected, SessionDown, MalformedMessage, RateLimited, BrokerMaintenance)
 )
-_LOGIN_ERRORS = frozenset({LoginRejected.code, LoginLimited.code, BrokerMaintenance.code})
+_LOGIN_ERROR_CODES = frozenset({LoginRejected.code, LoginLimited.code, BrokerMaintenance.code})
 
 
 #: Bytes. A day's list of 10,000 orders with fills takes about 6 MB;
 #: a longer line is no exchange of ours.
-_MAX_LINE = 16 * 1024 * 1024
+_MAX_LINE_BYTES = 16 * 1024 * 1024
 #: Ids of events and fills that are remembered, to drop repeats.
-_REMEMBERED = 4096
+_MAX_REMEMBERED_IDS = 4096
 #: Seconds to wait for the reader thread to end.
-_READER_WAIT = 0.4
+_READER_END_TIMEOUT_S = 0.4
 #: What the exchange takes of our request as it is.
-_TERMS = (
+_SENT_FIELDS = (
     "symbol",
     "side",
     "quantity",
@@ -169,7 +169,7 @@ class PaperConnection:
         """Closes the socket and ends the reader; may be called twice, and from `on_order`."""
         self._go_down(reason)
         if threading.get_ident() != self._reader.ident:  # which cannot end before this returns
-            self._reader.join(_READER_WAIT)
+            self._reader.join(_READER_END_TIMEOUT_S)
 
     def _send(self, data: bytes, deadline: float) -> None:
         rest = memoryview(data)
@@ -225,7 +225,7 @@ class PaperConnection:
         """Passes on the complete lines; false if a line has no end."""
         self._buffer += data
         if b"\n" not in data:
-            return len(self._buffer) <= _MAX_LINE
+            return len(self._buffer) <= _MAX_LINE_BYTES
         *lines, self._buffer = self._buffer.split(b"\n")
         for line in lines:
             self._dispatch(_decoder.decode(line))
@@ -261,7 +261,7 @@ class PaperConnection:
         if key in self._seen:
             return
         self._seen[key] = None
-        if len(self._seen) > _REMEMBERED:
+        if len(self._seen) > _MAX_REMEMBERED_IDS:
             self._seen.popitem(last=False)
         try:
             self._on_order(change)
@@ -285,7 +285,7 @@ class PaperConnection:
 def open_session(
     key: ConnectionKey, client: str, on_order: OnOrderChanged, options: Mapping[str, str]
 ) -> "PaperBroker":
-    """Return an unconnected session. Raises `BrokerError` without the exchange's address."""
+    """Returns an unconnected session. Raises `BrokerError` if the exchange's address is missing."""
     address = options.get("address") or options.get("paper_exchange", "")
     if not address:
         raise BrokerError("this worker does not know where the paper exchange is")
@@ -305,7 +305,7 @@ class PaperBroker:
         self._closed = False
 
     def login(self, credentials: Credentials, timeout: float) -> None:
-        """May be repeated after a failure. Raises `LoginRejected`, `LoginLimited`,
+        """Logs in; may be repeated after a failure. Raises `LoginRejected`, `LoginLimited` or
         `BrokerUnreachable`."""
         if self._closed:
             raise SessionDown("this broker session was closed")
@@ -330,14 +330,14 @@ class PaperBroker:
         if reply.error is None:
             return
         link.drop("the login was refused")
-        if reply.error in _LOGIN_ERRORS:
+        if reply.error in _LOGIN_ERROR_CODES:
             raise from_code(reply.error, reply.detail)
         raise BrokerUnreachable(f"login: {reply.error}: {reply.detail}")
 
     def place(self, order: BrokerOrderTerms, timeout: float) -> BrokerOrder:
         if timeout <= 0:
             raise OrderRejected("no time was left to send the order; it was not sent")
-        terms = {name: getattr(order, name) for name in _TERMS}
+        terms = {name: getattr(order, name) for name in _SENT_FIELDS}
         request = partial(wire.Place, client_note=order.order_id, **terms)
         return self._change(request, timeout)
 
@@ -394,8 +394,8 @@ class PaperBroker:
         )
 
     def instruments(self, timeout: float) -> Iterator[Instrument]:
-        """The exchange's list, page by page. A list that changes meanwhile may lack what it has
-        anew, and no code comes twice."""
+        """Yields the exchange's list, page by page. If it changes meanwhile, new instruments may be
+        missing; no code comes twice."""
         after = ""
         while True:
             page = self._ask(partial(wire.ListExchangeInstruments, after=after), timeout)
@@ -413,7 +413,7 @@ class PaperBroker:
         self._ask(wire.ExchangePing, timeout)
 
     def reference_price(self, symbol: str) -> Decimal | None:
-        """The exchange has none: the price of the session's last fill stands for it."""
+        """Returns the price of the session's last fill: the exchange has no reference price."""
         return self._link.last_prices.get(symbol) if self._link is not None else None
 
     def alive(self) -> bool:
@@ -426,7 +426,7 @@ class PaperBroker:
         if link is None:
             return
         try:
-            link.call(wire.Logout, time.monotonic() + _LOGOUT_WAIT)
+            link.call(wire.Logout, time.monotonic() + _LOGOUT_TIMEOUT_S)
         except (NothingSent, ConnectionLost, NoReply) as error:
             self._log.debug("paper.logout_unanswered", reason=str(error))
         link.drop("closed")
@@ -453,7 +453,7 @@ class PaperBroker:
             raise SessionDown(str(error)) from None
         except (ConnectionLost, NoReply) as error:
             raise OutcomeUnknown(str(error)) from None
-        if reply.error in _NOT_TAKEN:
+        if reply.error in _NOT_TAKEN_CODES:
             raise from_code(str(reply.error), reply.detail)
         if reply.error is not None or reply.order is None:
             raise OutcomeUnknown(f"{reply.error}: {reply.detail}")

@@ -11,7 +11,7 @@ from typing import Annotated, Self
 import msgspec
 
 from worker_runtime.protocol import bounds
-from worker_runtime.protocol.instruments import MAX_PAGE, CodeOrNone, InstrumentPage
+from worker_runtime.protocol.instruments import MAX_INSTRUMENTS_PER_PAGE, CodeOrNone, InstrumentPage
 from worker_runtime.protocol.messages import Fill, OrderState, PriceType, Side, TimeInForce
 from worker_runtime.protocol.order_terms import (
     ODD_LOTS,
@@ -90,7 +90,9 @@ class ListExchangeInstruments(
 
     id: int
     after: CodeOrNone = ""
-    limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_PAGE)] = MAX_PAGE
+    limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_INSTRUMENTS_PER_PAGE)] = (
+        MAX_INSTRUMENTS_PER_PAGE
+    )
 
 
 class ExchangePing(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="ping"):
@@ -127,7 +129,7 @@ class ExchangeOrder(msgspec.Struct, frozen=True, kw_only=True):
     price: Decimal | None
     time_in_force: TimeInForce
     state: OrderState
-    fills: Annotated[list[Fill], bounds.LISTED] = []
+    fills: Annotated[list[Fill], bounds.LIST_BOUNDS] = []
     reason: bounds.Sentence | None = None
 
     def __post_init__(self) -> None:

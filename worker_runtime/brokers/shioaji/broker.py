@@ -49,27 +49,28 @@ from worker_runtime.protocol.messages import FINAL_ORDER_STATES, Credentials, Or
 from worker_runtime.protocol.requests import ConfirmedQuantityChange, QuantityMeaning
 
 #: Characters; the SDK refuses shorter ones, but only after its constructor was on the network.
-_MIN_KEY = 10
+_MIN_KEY_LENGTH = 10
 _BASE58 = frozenset("123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz")
 #: Seconds `close()` waits for the logout; the port allows a second in all.
-_LOGOUT_WAIT = 0.8
+_LOGOUT_TIMEOUT_S = 0.8
 #: Seconds that an order waits for its contract's info. The load continues, for the next order.
-_INFO_WAIT = 0.5
+_INFO_TIMEOUT_S = 0.5
 #: Seconds of a call's time that are kept for the way back from the SDK.
-_RETURN = 0.05
+_RETURN_MARGIN_S = 0.05
 #: Seconds of the broker's day, and of Taipei's offset from UTC.
-_DAY, _TAIPEI = 86_400.0, 28_800.0
-_ACCOUNT = {"stock": "Stock", "futures": "Future"}
+_DAY_S, _TAIPEI_OFFSET_S = 86_400.0, 28_800.0
+#: Classes of the SDK for our broker types.
+_ACCOUNT_CLASSES = {"stock": "Stock", "futures": "Future"}
 #: Connections of a person from which on each session
 #: says how many there are; the sixth is refused (451).
-_MANY_CONNECTIONS = 4
+_CONNECTIONS_TO_WARN_AT = 4
 #: Days before a certificate's end at which a session warns.
-_CERTIFICATE_WARNINGS = (30, 7, 1)
+_CERTIFICATE_WARNING_DAYS = (30, 7, 1)
 _CERTIFICATE_EXPIRED = (
     "The certificate has expired. Get a new one from the broker and store it with the credentials."
 )
 #: Of a time without a zone.
-_TAIPEI_ZONE = timezone(timedelta(seconds=_TAIPEI))
+_TAIPEI_ZONE = timezone(timedelta(seconds=_TAIPEI_OFFSET_S))
 #: Connections whose last token the broker refused: their next login asks for a new one.
 _refused_tokens: set[ConnectionKey] = set()
 
@@ -95,7 +96,7 @@ def load_sdk() -> Any:
 def open_session(
     key: ConnectionKey, client: str, on_order: OnOrderChanged, options: Mapping[str, str]
 ) -> "ShioajiBroker":
-    """Return an unconnected session. The SDK is loaded by its first login."""
+    """Returns an unconnected session. The SDK is loaded by its first login."""
     return ShioajiBroker(key, on_order)
 
 
@@ -105,9 +106,10 @@ class ShioajiBroker:
     def __init__(
         self, key: ConnectionKey, on_order: OnOrderChanged, load: Callable[[], Any] = load_sdk
     ) -> None:
-        if key.broker_type not in _ACCOUNT:
+        if key.broker_type not in _ACCOUNT_CLASSES:
             raise BrokerError(
-                f"shioaji has no broker type {key.broker_type!r}; known: {', '.join(_ACCOUNT)}"
+                f"shioaji has no broker type {key.broker_type!r}; known: "
+                f"{', '.join(_ACCOUNT_CLASSES)}"
             )
         self._key = key
         self._on_order = on_order
@@ -119,7 +121,7 @@ class ShioajiBroker:
         self._account: Any = None
         #: Unix seconds at which the active certificate expires.
         self._certificate_ends = math.inf
-        #: The last of `_CERTIFICATE_WARNINGS` that was logged.
+        #: The last of `_CERTIFICATE_WARNING_DAYS` that was logged.
         self._certificate_warned: int | None = None
         #: Whether the login has no other account of this type.
         self._is_only_account = False
@@ -218,7 +220,7 @@ class ShioajiBroker:
         api, account = self._session()
         if self._certificate_days() <= 0:
             raise CertificateExpired(_CERTIFICATE_EXPIRED)
-        deadline = time.monotonic() + timeout - _RETURN
+        deadline = time.monotonic() + timeout - _RETURN_MARGIN_S
 
         def submit() -> BrokerOrder:
             contract, native = sdk.build_order(
@@ -239,15 +241,19 @@ class ShioajiBroker:
         return self._call_once(timeout, submit)
 
     def reference_price(self, symbol: str) -> Decimal | None:
-        """The contract's; None if it is not of today in Taipei, as in an old session. The contract
-        itself has no price: that is in its info, which the SDK loads when it is first asked for."""
-        api, today = self._api, time.strftime("%Y-%m-%d", time.gmtime(time.time() + _TAIPEI))
+        """Returns the contract's reference price; None if that is not of today in Taipei, as in an
+        old session. The price is in the contract's info, which the SDK loads when it is first
+        asked for."""
+        api, today = (
+            self._api,
+            time.strftime("%Y-%m-%d", time.gmtime(time.time() + _TAIPEI_OFFSET_S)),
+        )
 
         def read() -> Any:
             return api.contracts.info(sdk.find_contract(api, self._key.broker_type, symbol))
 
         try:
-            info = sdk.call_within(_INFO_WAIT, read, lambda _: None)
+            info = sdk.call_within(_INFO_TIMEOUT_S, read, lambda _: None)
             return Decimal(str(info.reference)) or None if str(info.update_date) == today else None
         except Exception as error:
             # The boundary of the SDK: without it the exchange's own limits remain.
@@ -290,7 +296,9 @@ class ShioajiBroker:
         return self._change(broker_order_id, timeout, change, fresh=quantity is not None)
 
     def orders(self, timeout: float) -> Listing:
-        """In simulation a session does not see the orders of earlier ones (Sinotrade/Shioaji #218),
+        """Returns today's orders.
+
+        In simulation a session does not see the orders of earlier ones (Sinotrade/Shioaji #218),
         so absence proves nothing. It is not documented whether last night's orders are listed after
         midnight, nor when positions include a fill: neither is relied on."""
         api, account = self._session()
@@ -306,7 +314,7 @@ class ShioajiBroker:
         orders = self._query(timeout, read)
         if self._key.simulation or not self._cache_is_healthy(api, account):
             return Listing(orders)
-        return Listing(orders, behind=0.0, reaches=(time.time() + _TAIPEI) % _DAY)
+        return Listing(orders, behind=0.0, reaches=(time.time() + _TAIPEI_OFFSET_S) % _DAY_S)
 
     def positions(self, timeout: float) -> list[Position]:
         api, account = self._session()
@@ -326,9 +334,9 @@ class ShioajiBroker:
         return mapping.margin_of(self._query(timeout, lambda: api.margin(account, timeout=limit)))
 
     def instruments(self, timeout: float) -> Iterator[Instrument]:
-        """The contracts that accounts of this type trade, as the SDK has loaded them."""
+        """Yields the contracts that accounts of this type trade, as the SDK has loaded them."""
         api, _ = self._session()
-        remaining_ms = sdk.to_milliseconds(timeout - _RETURN)
+        remaining_ms = sdk.to_milliseconds(timeout - _RETURN_MARGIN_S)
 
         def run(work: Callable[[], T]) -> T:
             self._session()  # it may have ended since
@@ -341,13 +349,13 @@ class ShioajiBroker:
         wrong for hours (Sinotrade/Shioaji #215)."""
         api, _ = self._session()
         usage = self._query(timeout, lambda: api.usage(timeout=sdk.to_milliseconds(timeout)))
-        if (connections := int(usage.connections)) >= _MANY_CONNECTIONS:
+        if (connections := int(usage.connections)) >= _CONNECTIONS_TO_WARN_AT:
             self._log.warning("shioaji.many_connections", connections=connections)
         self._warn_of_certificate()
 
     def alive(self) -> bool:
-        """False once the session-down callback has come.
-        The SDK misses some ends, which the ping finds."""
+        """Returns False once the session-down callback has come. The SDK misses some ends, which
+        the ping finds."""
         return self._down is None and self._api is not None
 
     def close(self) -> None:
@@ -357,7 +365,7 @@ class ShioajiBroker:
             used, self._uses_files = self._uses_files, False
         if api is not None:
             try:
-                sdk.call_within(_LOGOUT_WAIT, lambda: self._log_out(api), lambda _: None)
+                sdk.call_within(_LOGOUT_TIMEOUT_S, lambda: self._log_out(api), lambda _: None)
             except sdk.CallTimedOut:
                 self._log.warning("shioaji.logout_unanswered")
         if used:
@@ -385,18 +393,18 @@ class ShioajiBroker:
         self._warn_of_certificate()
 
     def certificate_ends_ms(self) -> int:
-        """Unix ms at which the active certificate expires;
-        0: there is none, or the SDK does not say."""
+        """Returns the Unix ms at which the active certificate expires; 0 if there is none, or if
+        the SDK does not say."""
         return int(self._certificate_ends * 1000) if math.isfinite(self._certificate_ends) else 0
 
     def _certificate_days(self) -> float:
         """Days until it expires; `inf` where there is none, or where its end is not known."""
-        return (self._certificate_ends - time.time()) / _DAY
+        return (self._certificate_ends - time.time()) / _DAY_S
 
     def _warn_of_certificate(self) -> None:
-        """Logs a warning as each of `_CERTIFICATE_WARNINGS` passes, once a session."""
+        """Logs a warning as each of `_CERTIFICATE_WARNING_DAYS` passes, once a session."""
         days = self._certificate_days()
-        due = min((limit for limit in _CERTIFICATE_WARNINGS if days <= limit), default=None)
+        due = min((limit for limit in _CERTIFICATE_WARNING_DAYS if days <= limit), default=None)
         if due is not None and due != self._certificate_warned:
             self._certificate_warned = due
             self._log.warning("shioaji.certificate_expires", days=round(days, 1))
@@ -408,12 +416,12 @@ class ShioajiBroker:
         return self._key.broker_type
 
     def native(self) -> tuple[Any, Any, Any]:
-        """The SDK's client, account and module, for a look past this adapter."""
+        """Returns the SDK's client, account and module, for a look past this adapter."""
         return *self._session(), self._load()
 
     def blanked(self, value: Any) -> Any:
-        """A value of the SDK as plain data,
-        without credentials and ids of the person or the account."""
+        """Returns a value of the SDK as plain data, without credentials and without ids of the
+        person or the account."""
         if value is None or isinstance(value, bool | int | float):
             return value
         text = self._blank(str(getattr(value, "value", value)))
@@ -441,7 +449,7 @@ class ShioajiBroker:
         """Finds the SDK's object of the order and makes one call with it.
         `fresh`: as the broker has it."""
         api, account = self._session()
-        deadline = time.monotonic() + timeout - _RETURN
+        deadline = time.monotonic() + timeout - _RETURN_MARGIN_S
 
         def run() -> BrokerOrder:
             trade = self._find_working(api, account, broker_order_id, deadline, fresh)
@@ -467,7 +475,7 @@ class ShioajiBroker:
     def _quantity_argument(
         self, trade: Any, quantity: int, confirmed: Sequence[ConfirmedQuantityChange]
     ) -> int:
-        """What `update_order` takes as `qty` to make this the order's total quantity."""
+        """Returns the `qty` with which `update_order` makes this the order's total quantity."""
         order = mapping.order_of(trade)
         lot, futures = mapping.lot_of(trade), self._key.broker_type == "futures"
         version = self._load().__version__
@@ -508,7 +516,8 @@ class ShioajiBroker:
     def _find_working(
         self, api: Any, account: Any, broker_order_id: str, deadline: float, fresh: bool
     ) -> Any:
-        """The SDK's object of a working order. Whatever this raises, nothing was changed."""
+        """Returns the SDK's object of a working order. Whatever this raises, nothing was
+        changed."""
         try:
             trade = sdk.find_trade(api, account, broker_order_id, deadline, fresh=fresh)
         except Exception as error:
@@ -525,9 +534,9 @@ class ShioajiBroker:
         return trade
 
     def _choose_account(self, accounts: list[Any]) -> Any:
-        """The account of this connection: the one with its id, or where none is given the only one
-        of its type."""
-        kind = _ACCOUNT[self._key.broker_type]
+        """Returns the account of this connection: the one with its id or, if none is given, the
+        only one of its type."""
+        kind = _ACCOUNT_CLASSES[self._key.broker_type]
         of_type = [account for account in accounts if account.account_type.name == kind]
         named = [account for account in of_type if account.account_id == self._key.at_broker]
         chosen = named or ([] if self._key.number else of_type)
@@ -554,8 +563,9 @@ class ShioajiBroker:
             _refused_tokens.add(self._key)
 
     def _is_ours(self, trade: Any) -> bool:
-        """Some trades name no account (Sinotrade/Shioaji #22): then the kind of their contract
-        decides, unless the login has several accounts for it."""
+        """Returns True if a trade is of this account. Some trades name no account
+        (Sinotrade/Shioaji #22): then the kind of their contract decides, unless the login has
+        several accounts for it."""
         owner = trade.order.account
         if owner is not None:
             return bool(owner.account_id == self._account.account_id)
@@ -612,8 +622,8 @@ class ShioajiBroker:
 def _check_keys(credentials: Credentials) -> None:
     """Refuses at once what the SDK would refuse only after using the network (up to 5.6 s)."""
     for name, key in (("API key", credentials.api_key), ("secret key", credentials.secret_key)):
-        if len(key) < _MIN_KEY:
-            raise LoginRejected(f"the {name} has fewer than {_MIN_KEY} characters")
+        if len(key) < _MIN_KEY_LENGTH:
+            raise LoginRejected(f"the {name} has fewer than {_MIN_KEY_LENGTH} characters")
     if not _BASE58.issuperset(credentials.secret_key):
         raise LoginRejected("the secret key is not base58")
 

@@ -80,7 +80,7 @@ class OrderDeals:
                 self._deals.append(_Deal(fill, listed_id=fill.fill_id))
 
     def _find_twin(self, fill: Fill, others: Iterable[_Deal]) -> _Deal | None:
-        """The same deal under the other source's id."""
+        """Returns the same deal under the other source's id."""
         if self._ids.agree:
             return None
         same = fill.price, fill.quantity, fill.at_ms // 1000

@@ -20,7 +20,7 @@ from worker_runtime.protocol.launch import MEMORY, memory_prefix
 
 
 def private_folder() -> str:
-    """A new folder that only this process's user can read, in memory where there is some."""
+    """Makes a folder that only this process's user can read, in memory where there is some."""
     place = MEMORY if os.access(MEMORY, os.W_OK) else None
     return tempfile.mkdtemp(prefix=f"{memory_prefix(os.getppid())}{os.getpid()}-", dir=place)
 
@@ -51,7 +51,8 @@ class SessionFiles:
             self._sessions += 1
 
     def _restore(self) -> None:
-        """The place is open to all, so a folder that another user has put there is refused."""
+        """Makes the folder again. The place is open to all, so a folder that another user has put
+        there is refused."""
         try:
             os.mkdir(self.folder, 0o700)
         except FileExistsError:
@@ -77,7 +78,8 @@ _making = threading.Lock()
 
 
 def session_files() -> SessionFiles:
-    """This process's folder, made known to the SDK. Logins of several accounts may ask at once."""
+    """Returns this process's folder, and makes it known to the SDK. Logins of several accounts may
+    ask at once."""
     with _making:  # `cache` alone would make two
         return _make_files()
 

@@ -19,16 +19,16 @@ from worker_runtime.protocol.errors import InstrumentsUnavailable
 #: Kinds of contracts of an account's type, as the SDK names them.
 LISTED = {"stock": ("STK", "WRT"), "futures": ("FUT", "OPT")}
 #: Contracts whose terms are read in one go. Each may be a call of the network if it was not loaded.
-_BATCH = 50
+_CONTRACTS_PER_BATCH = 50
 #: The share of contracts without terms from which on the list counts as not loaded.
-_MAX_MISSING = 0.1
+_MAX_MISSING_SHARE = 0.1
 #: Units of a lot of warrants, whose terms do not say it (TWSE Operating Rules, article 59).
-_WARRANT_LOT = 1000
+_WARRANT_LOT_UNITS = 1000
 #: Whether a share may be bought and sold on a day: `OnlyBuy` means that the purchase comes first.
 _DAY_TRADE = {"Yes": True, "OnlyBuy": True, "No": False}
 _KINDS = {"FUT": InstrumentKind.FUTURE, "OPT": InstrumentKind.OPTION}
 #: Characters that the fields of an instrument may have.
-_MAX_NAME, _MAX_CODE = 120, 32
+_MAX_NAME_LENGTH, _MAX_CODE_LENGTH = 120, 32
 
 #: Runs work of the SDK within the time of one wait; raises the port's errors.
 RunWork = Callable[[Callable[[], Any]], Any]
@@ -53,15 +53,15 @@ def _contracts(api: Any, kind: str, run: RunWork) -> Iterator[Instrument]:
     if not bases:
         raise InstrumentsUnavailable(f"Shioaji has no contracts of the kind {kind} yet")
     missing = 0
-    for begin in range(0, len(bases), _BATCH):
-        batch = bases[begin : begin + _BATCH]
+    for begin in range(0, len(bases), _CONTRACTS_PER_BATCH):
+        batch = bases[begin : begin + _CONTRACTS_PER_BATCH]
         for base, info in zip(batch, run(partial(_terms, api, kind, batch)), strict=True):
             instrument = None if info is None else _instrument_of(kind, base, info)
             if instrument is None:
                 missing += 1
             else:
                 yield instrument
-    if missing > len(bases) * _MAX_MISSING:
+    if missing > len(bases) * _MAX_MISSING_SHARE:
         raise InstrumentsUnavailable(
             f"Shioaji has no terms of {missing} of {len(bases)} contracts of the kind {kind}"
         )
@@ -96,7 +96,7 @@ def _warrants(api: Any, run: RunWork) -> Iterator[Instrument]:
 
 
 def _instrument_of(kind: str, base: Any, info: Any) -> Instrument | None:
-    """The instrument of a contract; None if its terms do not say what a lot is worth."""
+    """Returns the instrument of a contract; None if its terms do not say what a lot is worth."""
     if kind == "STK":
         return _share_of(base, info)
     multiplier = _number(info.multiplier) or _number(info.contract_size)
@@ -105,7 +105,7 @@ def _instrument_of(kind: str, base: Any, info: Any) -> Instrument | None:
     tick = _number(info.tick)
     return Instrument(
         code=base.code,
-        name=_text(info.name, _MAX_NAME),
+        name=_text(info.name, _MAX_NAME_LENGTH),
         market="futures",
         kind=_KINDS[kind],
         lot_units=1,
@@ -113,7 +113,7 @@ def _instrument_of(kind: str, base: Any, info: Any) -> Instrument | None:
         # With a rule the tick depends on the price, and one step would be wrong at others.
         ticks=(PriceStep(tick=tick),) if tick is not None and not info.tick_rule else (),
         expires_on=_day(info.last_trading_date) or _day(info.delivery_date),
-        underlying=_text(info.underlying_code or info.root, _MAX_CODE),
+        underlying=_text(info.underlying_code or info.root, _MAX_CODE_LENGTH),
         **_prices(info),
     )
 
@@ -127,7 +127,7 @@ def _share_of(base: Any, info: Any) -> Instrument | None:
     kind = InstrumentKind.FUND if code.startswith("00") else InstrumentKind.STOCK
     return Instrument(
         code=code,
-        name=_text(info.name, _MAX_NAME),
+        name=_text(info.name, _MAX_NAME_LENGTH),
         market="stock",
         kind=kind,
         lot_units=int(unit),
@@ -140,19 +140,19 @@ def _share_of(base: Any, info: Any) -> Instrument | None:
 def _warrant_of(info: Any) -> Instrument:
     return Instrument(
         code=info.code,
-        name=_text(info.name, _MAX_NAME),
+        name=_text(info.name, _MAX_NAME_LENGTH),
         market="stock",
         kind=InstrumentKind.WARRANT,
-        lot_units=_WARRANT_LOT,
-        lot_value=Decimal(_WARRANT_LOT),
+        lot_units=_WARRANT_LOT_UNITS,
+        lot_value=Decimal(_WARRANT_LOT_UNITS),
         expires_on=_day(info.last_trading_date) or _day(info.expiry_date),
-        underlying=_text(info.underlying_code, _MAX_CODE),
+        underlying=_text(info.underlying_code, _MAX_CODE_LENGTH),
         **_prices(info),
     )
 
 
 def _prices(info: Any) -> dict[str, Any]:
-    """Reference and limits; an upper limit below the lower one, or the reference, says nothing."""
+    """Returns the reference price and the limits; no limits if the upper one is below the lower."""
     reference = _number(info.reference)
     up, down = _number(info.limit_up), _number(info.limit_down)
     if up is not None and down is not None and up < down:
@@ -161,7 +161,7 @@ def _prices(info: Any) -> dict[str, Any]:
 
 
 def _number(value: Any) -> Decimal | None:
-    """A positive number of the SDK; None for 0, which it has where it knows none."""
+    """Returns a positive number of the SDK; None for 0, which it has where it knows none."""
     if value is None or not math.isfinite(value) or value <= 0:
         return None
     return Decimal(int(value)) if value == int(value) else Decimal(repr(value))

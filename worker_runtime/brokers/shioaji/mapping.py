@@ -28,12 +28,12 @@ Redactor = Callable[[str], str]
 
 #: An HTTP status as a word of its own: `status 451`, `StatusCode: 451, Detail: …`, `503: …`.
 _STATUS = re.compile(r"(?<![\w.-])[45]\d\d(?![^\s:,.;)]|\.\d)")
-#: Seconds without any call that the manual asks for after a 503 that suspends a person.
-SUSPENSION_S = 60.0
+#: Seconds of the pause, without any call, that the manual asks for after a 503.
+PAUSE_S = 60.0
 #: Seconds between two logins with a version of the SDK that the broker refuses.
-VERSION_REFUSED_S = 3600.0
+REFUSED_VERSION_RETRY_INTERVAL_S = 3600.0
 #: What the real broker keeps of our tag.
-MAX_TAG = 6
+MAX_TAG_LENGTH = 6
 
 _REFUSES_LOGIN = frozenset(
     {
@@ -108,7 +108,7 @@ def redactor_of(credentials: Credentials) -> Redactor:
 
 
 def login_error(error: BaseException) -> errors.BrokerError:
-    """What an error of the constructor, the login or the certificate means.
+    """Returns the port's error for one of the constructor, the login or the certificate.
 
     Its text stays here, but for an HTTP status: it may quote credentials, even in other words.
     """
@@ -118,9 +118,9 @@ def login_error(error: BaseException) -> errors.BrokerError:
     if status == 451 or "Too Many Connections" in said:
         return errors.LoginLimited(text)  # the sixth connection of this person
     if "update the version" in said.lower():
-        return errors.BrokerVersionRefused(text, retry_after=VERSION_REFUSED_S)
+        return errors.BrokerVersionRefused(text, retry_after=REFUSED_VERSION_RETRY_INTERVAL_S)
     if status == 503:  # maintenance, or the ban of a minute after too many calls
-        return errors.LoginLimited(text, retry_after=SUSPENSION_S)
+        return errors.LoginLimited(text, retry_after=PAUSE_S)
     if is_stale_signature(error):
         return errors.BrokerClockRefused(text)
     if names & _REFUSES_LOGIN:
@@ -169,7 +169,7 @@ def query_error(error: BaseException, blank: Redactor = str) -> errors.BrokerErr
     if "AuthError" in _class_names(error):
         return errors.SessionDown(text)
     if status_of(error) == 503:
-        return errors.BrokerMaintenance(text, retry_after=SUSPENSION_S)
+        return errors.BrokerMaintenance(text, retry_after=PAUSE_S)
     return errors.BrokerUnreachable(text)
 
 
@@ -239,7 +239,8 @@ def _quantity_of(order: Any, status: Any, word: str, filled: int) -> tuple[int, 
 
 
 def positions_of(listed: Iterable[Any]) -> list[Position]:
-    """`list_positions` of a futures account: lots, with a direction instead of a sign."""
+    """Returns the positions of a futures account from `list_positions`: lots, with a direction
+    instead of a sign."""
     return [
         Position(
             symbol=str(position.code),
@@ -251,7 +252,8 @@ def positions_of(listed: Iterable[Any]) -> list[Position]:
 
 
 def stock_positions_of(listed: Iterable[Any]) -> list[Position]:
-    """`list_positions(unit=Share)`: shares, each condition by itself (see `CONDITION_OF`)."""
+    """Returns the positions of a stock account from `list_positions(unit=Share)`: shares, each
+    condition by itself (see `CONDITION_OF`)."""
     return [
         Position.of_shares(
             str(position.code),
@@ -270,14 +272,14 @@ def _signed(position: Any) -> int:
 
 
 def balance_of(account_balance: Any) -> Balance:
-    """`account_balance` of a stock account:
-    settled money, all of it available as far as the SDK says."""
+    """Returns the balance of a stock account from `account_balance`: settled money, all of it
+    available as far as the SDK says."""
     money = price_of(account_balance.acc_balance)
     return Balance(currency="TWD", cash=money, available=money)
 
 
 def margin_of(margin: Any) -> Balance:
-    """`margin` of a futures account."""
+    """Returns the balance of a futures account from `margin`."""
     return Balance(
         currency="TWD",
         cash=price_of(margin.today_balance),
@@ -286,8 +288,8 @@ def margin_of(margin: Any) -> Balance:
 
 
 def fill_of(order_id: str, sequence: str, quantity: int, price: float, at: float) -> Fill:
-    """One deal. The sequence is the exchange's, in simulation counted anew for every order, so the
-    order's id belongs to the fill's id. `at` is Unix seconds."""
+    """Returns the fill of a deal. The sequence is the exchange's, in simulation counted anew for
+    every order, so the order's id belongs to the fill's id. `at` is Unix seconds."""
     return Fill(
         fill_id=f"{order_id}-{sequence}",
         quantity=int(quantity),
@@ -305,9 +307,9 @@ def action_of(side: Side) -> str:
 
 
 def price_type_of(name: str, price: float) -> PriceType:
-    """Range market orders (MKP) count as market orders: neither has a price of its own.
-    An event of a changed or cancelled futures order names what was done instead (UPL, CXQ
-    …): there the price tells."""
+    """Returns the price type. Range market orders (MKP) count as market orders: neither has a price
+    of its own. An event of a changed or cancelled futures order names what was done instead (UPL,
+    CXQ …): there the price tells."""
     return (
         PriceType.LIMIT
         if name == "LMT" or (price and name not in ("MKT", "MKP"))
@@ -321,17 +323,17 @@ def price_of(value: float) -> Decimal:
 
 
 def _enum_value(name: Any) -> str:
-    """The text of one of the SDK's enums; "" for None."""
+    """Returns the text of one of the SDK's enums; "" for None."""
     return "" if name is None else str(getattr(name, "value", name))
 
 
 def security_of(contract: Any) -> str:
-    """STK, WRT, FUT or OPT; "" if the contract does not say."""
+    """Returns STK, WRT, FUT or OPT; "" if the contract does not say."""
     return _enum_value(getattr(contract, "security_type", None))
 
 
 def lot_of(trade: Any) -> OrderLot:
-    """The lot of an order that the SDK lists; a contract has none."""
+    """Returns the lot of an order that the SDK lists; a contract has none."""
     name = _enum_value(trade.order.order_lot)
     return next((lot for lot, word in LOTS.items() if word == name), OrderLot.COMMON)
 

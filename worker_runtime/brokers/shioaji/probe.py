@@ -63,11 +63,12 @@ class ShioajiProbe:
         return health.state.value, sorted({reason.reason.value for reason in health.reasons})
 
     def contract(self, symbol: str) -> str:
-        """The code of the contract that an order for this symbol names. Raises `OrderRejected`."""
+        """Returns the code of the contract that an order for this symbol names. Raises
+        `OrderRejected`."""
         return str(self._find_contract(symbol).code)
 
     def limit_down(self, symbol: str) -> Decimal | None:
-        """The lowest price of the day, if the contract's info says it."""
+        """Returns the lowest price of the day; None if the contract's info does not say it."""
         try:
             info = self._api.contracts.info(self._find_contract(symbol))
             return mapping.price_of(info.limit_down) if info.limit_down else None
@@ -75,7 +76,7 @@ class ShioajiProbe:
             return None
 
     def show(self, broker_order_id: str, timeout: float) -> dict[str, Any]:
-        """The SDK's fields of an order, read anew."""
+        """Returns the SDK's fields of an order, read anew."""
         trade = self._find(broker_order_id, timeout)
         shown = {f"order.{name}": getattr(trade.order, name, None) for name in _ORDER}
         shown |= {f"status.{name}": getattr(trade.status, name, None) for name in _STATUS}

@@ -24,9 +24,9 @@ from worker_runtime.protocol.messages import (
 )
 
 #: Event ids that are remembered, to drop repeats.
-_REMEMBERED = 4096
+_MAX_REMEMBERED_IDS = 4096
 #: Kept deals whose order is not known yet.
-_MAX_EARLY = 256
+_MAX_EARLY_DEALS = 256
 
 ShioajiEvent = Mapping[str, Any]
 
@@ -35,7 +35,7 @@ class ReportedOrders:
     """Orders of one account by Shioaji's id. Safe to use from several threads."""
 
     def __init__(self, blank: mapping.Redactor = str) -> None:
-        """`blank` removes secrets from what the SDK says of an order."""
+        """Takes `blank`, which removes secrets from what the SDK says of an order."""
         self._blank = blank
         self._lock = threading.Lock()
         self._orders: dict[str, BrokerOrder] = {}
@@ -72,7 +72,7 @@ class ReportedOrders:
         if key in self._seen:
             return True
         self._seen[key] = None
-        if len(self._seen) > _REMEMBERED:
+        if len(self._seen) > _MAX_REMEMBERED_IDS:
             self._seen.popitem(last=False)
         return False
 
@@ -86,7 +86,7 @@ class ReportedOrders:
         is_new = deals.add_event(done)
         if known is None:
             self._early[order_id] = None
-            if len(self._early) > _MAX_EARLY:
+            if len(self._early) > _MAX_EARLY_DEALS:
                 forgotten, _ = self._early.popitem(last=False)
                 del self._deals[forgotten]
             return None

@@ -71,10 +71,10 @@ def to_milliseconds(seconds: float) -> int:
 def build_order(
     sdk: Any, api: Any, account: Any, broker_type: str, order: BrokerOrderTerms, deadline: float
 ) -> tuple[Any, Any]:
-    """Contract and order of the SDK; raises `OrderRejected` for what it cannot express. `deadline`
-    is of `time.monotonic`."""
-    if len(order.tag) > mapping.MAX_TAG:
-        raise OrderRejected(f"the tag has more than {mapping.MAX_TAG} characters")
+    """Returns contract and order of the SDK. Raises `OrderRejected` for what it cannot express.
+    `deadline` is of `time.monotonic`."""
+    if len(order.tag) > mapping.MAX_TAG_LENGTH:
+        raise OrderRejected(f"the tag has more than {mapping.MAX_TAG_LENGTH} characters")
     market = order.price_type is not PriceType.LIMIT
     if not market and order.price is None:
         raise OrderRejected("a limit order needs a price")
@@ -108,8 +108,8 @@ def build_order(
 def find_trade(
     api: Any, account: Any, broker_order_id: str, deadline: float, *, fresh: bool
 ) -> Any:
-    """The `Trade` with this id, None if the SDK knows none; raises the SDK's errors. `fresh`: as
-    the broker has it now. `deadline` is of `time.monotonic`.
+    """Returns the `Trade` with this id; None if the SDK knows none. Raises the SDK's errors. With
+    `fresh`, it is as the broker has it now. `deadline` is of `time.monotonic`.
 
     Before 1.7.6 futures had to be read anew before each cancel (Sinotrade/Shioaji #235).
     """

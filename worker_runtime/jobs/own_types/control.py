@@ -8,8 +8,8 @@ parent is the fork server.
 import msgspec
 
 #: Bytes of one packet, and of the part of a manifest that one carries (as base64).
-MAX_CONTROL = 128 * 1024
-MANIFEST_PART = 64 * 1024
+MAX_PACKET_BYTES = 128 * 1024
+MANIFEST_PART_BYTES = 64 * 1024
 
 
 class StartServer(msgspec.Struct, frozen=True, kw_only=True, tag="start"):

@@ -15,7 +15,7 @@ from berth_jobs.options import JobDefaults, job_fields
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import (
-    MAX_ARGUMENTS,
+    MAX_ARGUMENTS_BYTES,
     Job,
     read_result,
     read_signed_job,
@@ -26,7 +26,7 @@ from worker_runtime.protocol.authentication import MessageKeys
 from worker_runtime.protocol.errors import BerthError
 
 #: Failures that one look handles.
-_PAGE = 20
+_MAX_FAILURES_PER_PASS = 20
 
 
 class FailureHandlers:
@@ -46,7 +46,9 @@ class FailureHandlers:
     def enqueue_due(self, client: Valkey) -> None:
         """Enqueues the handlers of all failures that are noted. Raises `ValkeyFailed`; may be
         repeated."""
-        noted = client.execute("ZRANGE", job_keys.handlers(self._tag), 0, _PAGE - 1, "WITHSCORES")
+        noted = client.execute(
+            "ZRANGE", job_keys.handlers(self._tag), 0, _MAX_FAILURES_PER_PASS - 1, "WITHSCORES"
+        )
         for job_id, failed_at in zip(noted[::2], noted[1::2], strict=True):
             if self._enqueue(client, job_id.decode("utf-8", "replace"), int(float(failed_at))):
                 client.execute("ZREM", job_keys.handlers(self._tag), job_id)
@@ -82,7 +84,7 @@ class FailureHandlers:
             "arguments": job.args,
         }
         arguments = msgspec.json.encode(about)
-        if len(arguments) > MAX_ARGUMENTS:
+        if len(arguments) > MAX_ARGUMENTS_BYTES:
             arguments = msgspec.json.encode({**about, "arguments": None})
         fields = job_fields(kind, arguments, defaults=self._defaults)
         # A handler's failure has no handler.

@@ -30,8 +30,8 @@ from berth_jobs.discovery import discover, manifest_of
 
 from worker_runtime.jobs.own_types.child import OwnChildProcess, OwnTypes
 from worker_runtime.jobs.own_types.control import (
-    MANIFEST_PART,
-    MAX_CONTROL,
+    MANIFEST_PART_BYTES,
+    MAX_PACKET_BYTES,
     ChildEnded,
     ChildForked,
     ForkChild,
@@ -49,7 +49,7 @@ from worker_runtime.process.doorbell import WakePipe
 from worker_runtime.process.landlock import Fence
 
 #: Characters of the reason why an import failed.
-_MAX_REASON = 4000
+_MAX_REASON_LENGTH = 4000
 
 
 class ForkServer:
@@ -66,7 +66,7 @@ class ForkServer:
 
     def run(self) -> int:
         """Serves until the runner closes its end; returns the exit code."""
-        packet, _, _, _ = socket.recv_fds(self._control, MAX_CONTROL, 0)
+        packet, _, _, _ = socket.recv_fds(self._control, MAX_PACKET_BYTES, 0)
         start = read_to_server(packet)
         if not isinstance(start, StartServer):
             return 2
@@ -116,20 +116,20 @@ class ForkServer:
             functions: Sequence[JobFunction[..., object]] = discover(start.modules)
             manifest = manifest_of(start.application, start.modules).canonical_bytes()
         except BaseException as error:  # whatever a module does when it is imported
-            reason = "".join(traceback.format_exception(error))[-_MAX_REASON:]
+            reason = "".join(traceback.format_exception(error))[-_MAX_REASON_LENGTH:]
             self._send(ImportFailed(reason=reason))
             return False
         logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
         self._types = OwnTypes.of(start.application, functions)
         self._recycle = start.recycle
-        for at in range(0, len(manifest), MANIFEST_PART):
-            part = manifest[at : at + MANIFEST_PART]
-            self._send(ManifestPart(data=part, last=at + MANIFEST_PART >= len(manifest)))
+        for at in range(0, len(manifest), MANIFEST_PART_BYTES):
+            part = manifest[at : at + MANIFEST_PART_BYTES]
+            self._send(ManifestPart(data=part, last=at + MANIFEST_PART_BYTES >= len(manifest)))
         return True
 
     def _handle(self) -> bool:
         """Reads one message; False when the runner has ended."""
-        packet, descriptors, _, _ = socket.recv_fds(self._control, MAX_CONTROL, 2)
+        packet, descriptors, _, _ = socket.recv_fds(self._control, MAX_PACKET_BYTES, 2)
         if not packet:
             return False
         message = read_to_server(packet)

@@ -37,7 +37,7 @@ from worker_runtime.jobs.child_pool import (
 )
 from worker_runtime.jobs.own_types.config import OwnTypesConfig
 from worker_runtime.jobs.own_types.control import (
-    MAX_CONTROL,
+    MAX_PACKET_BYTES,
     ChildEnded,
     ChildForked,
     ForkChild,
@@ -71,13 +71,13 @@ _END_TIMEOUT_S = 10.0
 #: Seconds between two KILLs of a child whose end is not reported.
 _KILL_INTERVAL_S = 1.0
 #: Children of async types that are kept though they run nothing.
-_MAX_IDLE_SHARED = 8
+_MAX_IDLE_SHARED_CHILDREN = 8
 #: Jobs that a child of an async type runs before it is replaced.
-_SHARED_USES = 1000
+_MAX_JOBS_PER_SHARED_CHILD = 1000
 #: Bytes of a manifest; beyond them the fork server is not believed.
-_MAX_MANIFEST = 4 * 1024 * 1024
+_MAX_MANIFEST_BYTES = 4 * 1024 * 1024
 #: What a child inherits of the runner's environment, besides what the configuration names.
-_ENVIRONMENT = (
+_INHERITED_VARIABLES = (
     "PATH",
     "LANG",
     "LC_ALL",
@@ -89,7 +89,7 @@ _ENVIRONMENT = (
 )
 #: User ids for fork servers, when the runner is root
 #: and none is configured: one for each application.
-_FIRST_UID, _UIDS = 40_000, 10_000
+_FIRST_UID, _UID_COUNT = 40_000, 10_000
 
 
 class OwnTypesUnusable(BerthError, code="OWN_JOB_TYPES_UNUSABLE"):
@@ -204,7 +204,7 @@ class ForkServerPool(ChildPool):
                 raise OwnTypesUnusable("the fork server has ended while it imported the code")
             self._control.settimeout(max(0.01, self._import_until - time.monotonic()))
             try:
-                self._handle(self._control.recv(MAX_CONTROL))
+                self._handle(self._control.recv(MAX_PACKET_BYTES))
             except TimeoutError:
                 raise OwnTypesUnusable(
                     f"the import took more than {IMPORT_TIMEOUT_S:.0f} s"
@@ -246,8 +246,8 @@ class ForkServerPool(ChildPool):
 
     def _start(self) -> None:
         near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * MAX_CONTROL)
-        far.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * MAX_CONTROL)
+        near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * MAX_PACKET_BYTES)
+        far.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * MAX_PACKET_BYTES)
         module = "worker_runtime.jobs.own_types.fork_server"
         descriptor = str(far.fileno())
         uid, gid = self._user()
@@ -296,7 +296,7 @@ class ForkServerPool(ChildPool):
         self._send(start)
 
     def _environment(self) -> dict[str, str]:
-        kept = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+        kept = {name: os.environ[name] for name in _INHERITED_VARIABLES if name in os.environ}
         return {**kept, "HOME": "/tmp", "PYTHONUNBUFFERED": "1", **self.own.environment}  # noqa: S108
 
     def _user(self) -> tuple[int | None, int | None]:
@@ -310,7 +310,7 @@ class ForkServerPool(ChildPool):
             )
             return None, None
         digest = binascii.crc32(self.own.application.encode())
-        uid = self.own.uid or _FIRST_UID + digest % _UIDS
+        uid = self.own.uid or _FIRST_UID + digest % _UID_COUNT
         return uid, self.own.gid or uid
 
     def _kill_server(self, reason: str) -> None:
@@ -322,7 +322,7 @@ class ForkServerPool(ChildPool):
     def _read_control(self) -> None:
         while self._control is not None:
             try:
-                packet = self._control.recv(MAX_CONTROL)
+                packet = self._control.recv(MAX_PACKET_BYTES)
             except BlockingIOError:
                 break
             except OSError:
@@ -369,7 +369,7 @@ class ForkServerPool(ChildPool):
         if self.ready:
             return
         self._received += part.data
-        if len(self._received) > _MAX_MANIFEST:
+        if len(self._received) > _MAX_MANIFEST_BYTES:
             self._kill_server("its manifest is too large")
         elif part.last:
             if self.manifest and self._received != self.manifest:
@@ -427,7 +427,7 @@ class ForkServerPool(ChildPool):
         taken = super().take(job)
         if isinstance(taken, ServedChild):
             taken.shared_by = job.queued_type
-            taken.uses, taken.running = _SHARED_USES, 1
+            taken.uses, taken.running = _MAX_JOBS_PER_SHARED_CHILD, 1
             shared.append(taken)
         return taken
 
@@ -439,7 +439,7 @@ class ForkServerPool(ChildPool):
             super().give_back(child)
             return
         idle = [each for shared in self._shared.values() for each in shared if each.running == 0]
-        if child.running == 0 and (child.uses <= 0 or len(idle) > _MAX_IDLE_SHARED):
+        if child.running == 0 and (child.uses <= 0 or len(idle) > _MAX_IDLE_SHARED_CHILDREN):
             self._shared[child.shared_by].remove(child)
             with contextlib.suppress(OSError):
                 child.link.shutdown(socket.SHUT_WR)  # it ends by itself

@@ -14,8 +14,8 @@ from worker_runtime.jobs.protocol import scripts as job_scripts
 from worker_runtime.jobs.protocol.messages import (
     BOOST_MS,
     FIFO_QUEUE,
-    RESULT_KEPT,
-    RESULT_TTL,
+    FLEET_RESULT_TTL_S,
+    RESULT_TTL_S,
     Job,
     JobCancelled,
     JobResult,
@@ -85,7 +85,7 @@ def cancel(job_id: str, keys: MessageKeys, tag: str = job_keys.FLEET_TAG) -> Que
     `asked` (its runner will kill it), `failed`, `unknown`."""
     failure = Failure.of(JobCancelled("cancelled before it ran"))
     result = JobResult(job_id=job_id, status=JobStatus.CANCELLED, failure=failure)
-    kept = RESULT_KEPT if tag == job_keys.FLEET_TAG else RESULT_TTL
+    kept = FLEET_RESULT_TTL_S if tag == job_keys.FLEET_TAG else RESULT_TTL_S
     return QueueCall(
         job_scripts.CANCEL, [job_keys.meta(tag)], [job_id, sign_result(result, keys), kept]
     )

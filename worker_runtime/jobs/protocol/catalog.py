@@ -25,12 +25,12 @@ from worker_runtime.protocol.errors import BerthError, MalformedMessage
 
 #: Bytes of packed orders: as base64 they fit into a job,
 #: and their CSV into a result. About 700 orders.
-MAX_PACKED = 40 * 1024
+MAX_PACKED_BYTES = 40 * 1024
 #: Bytes of orders once they are unpacked.
-_MAX_UNPACKED = 4 * 1024 * 1024
+_MAX_UNPACKED_BYTES = 4 * 1024 * 1024
 
 _Id = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
-_Packed = Annotated[bytes, msgspec.Meta(max_length=MAX_PACKED)]
+_Packed = Annotated[bytes, msgspec.Meta(max_length=MAX_PACKED_BYTES)]
 #: `YYYY-MM-DD`, a day of the home markets.
 _Day = Annotated[str, msgspec.Meta(pattern=r"^\d{4}-\d\d-\d\d\Z")]
 _Url = Annotated[str, msgspec.Meta(min_length=1, max_length=2048, pattern=r"^[!-~]+\Z")]
@@ -80,7 +80,7 @@ class OrderRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 def pack_orders(rows: Sequence[OrderRow]) -> bytes:
     """Packs orders as they travel in a job; raises `TooManyOrders`."""
     packed = zlib.compress(msgspec.json.encode(rows), 9)
-    if len(packed) > MAX_PACKED:
+    if len(packed) > MAX_PACKED_BYTES:
         raise TooManyOrders(f"{len(rows)} orders are more than one job can carry")
     return packed
 
@@ -94,7 +94,7 @@ def unpack_orders(packed: bytes) -> list[OrderRow]:
 
 
 #: The beginnings of a spreadsheet's formula, with their wide forms (OWASP, "CSV injection").
-_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")  # noqa: RUF001 - meant
+_FORMULA_PREFIXES = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")  # noqa: RUF001 - meant
 
 
 def csv_of(rows: Iterable[OrderRow], *, header: bool) -> bytes:
@@ -120,14 +120,14 @@ def cell_text(value: object) -> str:
         return "true" if value else "false"
     text = plain_number(value) if isinstance(value, Decimal) else str(value)
     # An apostrophe makes it text: a spreadsheet would run it.
-    return f"'{text}" if text.startswith(_FORMULA) else text
+    return f"'{text}" if text.startswith(_FORMULA_PREFIXES) else text
 
 
 def decompress(packed: bytes) -> bytes:
     """Decompresses the orders of a job, or the CSV of an export; raises `MalformedMessage`."""
     inflater = zlib.decompressobj()
     try:
-        data = inflater.decompress(packed, _MAX_UNPACKED)
+        data = inflater.decompress(packed, _MAX_UNPACKED_BYTES)
     except zlib.error as error:
         raise MalformedMessage(f"the packed data cannot be read: {error}") from None
     if not inflater.eof:

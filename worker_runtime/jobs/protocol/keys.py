@@ -43,7 +43,7 @@ from collections.abc import Callable
 #: The tag of the fleet's queues.
 FLEET_TAG = "jobs"
 #: What the tag of an application begins with.
-_APPLICATION = "app:"
+_APPLICATION_PREFIX = "app:"
 
 
 def user_tag(user_id: str) -> str:
@@ -54,18 +54,18 @@ def user_tag(user_id: str) -> str:
 def application_tag(name: str) -> str:
     """Return the tag of an application's jobs.
     It is no user's, since no id of a user has a colon."""
-    return f"{_APPLICATION}{name}"
+    return f"{_APPLICATION_PREFIX}{name}"
 
 
 def application_of_tag(tag: str) -> str:
     """Return the application whose tag this is; an empty text for another tag."""
-    return tag.removeprefix(_APPLICATION) if tag.startswith(_APPLICATION) else ""
+    return tag.removeprefix(_APPLICATION_PREFIX) if tag.startswith(_APPLICATION_PREFIX) else ""
 
 
 def tag_of(owner: str) -> str:
     """Return the tag of an owner's jobs: of a user's id,
     or an application's tag; without one the fleet's."""
-    if owner.startswith(_APPLICATION):
+    if owner.startswith(_APPLICATION_PREFIX):
         return owner
     return user_tag(owner) if owner else FLEET_TAG
 

@@ -23,7 +23,7 @@ from worker_runtime.protocol.authentication import MessageKeys, read_payload, si
 from worker_runtime.protocol.errors import BerthError, MalformedMessage
 
 #: Bytes of one manifest.
-MAX_MANIFEST = 4 * 1024 * 1024
+MAX_MANIFEST_BYTES = 4 * 1024 * 1024
 #: Types of one manifest.
 MAX_TYPES = 500
 #: Manifests of one application that Valkey keeps, beyond those of its live runners.
@@ -125,15 +125,15 @@ def check_reply(reply: Sequence[bytes | str]) -> bool:
 def read_signed(entry: bytes, application: str, keys: MessageKeys) -> bytes:
     """Return the JSON of a manifest that stands among an application's. Raises what `read_payload`
     raises, and `MalformedMessage` for one that is too large."""
-    if len(entry) > MAX_MANIFEST + 1024:
+    if len(entry) > MAX_MANIFEST_BYTES + 1024:
         raise MalformedMessage(f"a manifest of {application} has {len(entry)} bytes")
     return read_payload(keys, _USE, entry, f"a manifest of {application}")
 
 
 def _read_announcement(body: bytes) -> _Announcement:
-    if len(body) > MAX_MANIFEST:
+    if len(body) > MAX_MANIFEST_BYTES:
         raise MalformedMessage(
-            f"the manifest has {len(body)} bytes; at most {MAX_MANIFEST} are allowed"
+            f"the manifest has {len(body)} bytes; at most {MAX_MANIFEST_BYTES} are allowed"
         )
     try:
         return msgspec.json.decode(body, type=_Announcement)

@@ -20,19 +20,19 @@ from worker_runtime.protocol.messages import Failure, Message, decode, encode
 NULL = msgspec.Raw(b"null")
 #: Bytes of a job's arguments as JSON, and of one encoded job.
 #: Producer and runner refuse a larger one.
-MAX_ARGUMENTS = 64 * 1024
-MAX_JOB = MAX_ARGUMENTS + 4096
+MAX_ARGUMENTS_BYTES = 64 * 1024
+MAX_JOB_BYTES = MAX_ARGUMENTS_BYTES + 4096
 #: Bytes of one encoded result.
-MAX_RESULT = 64 * 1024
+MAX_RESULT_BYTES = 64 * 1024
 #: Seconds that a result is kept; of the fleet,
 #: since who notes the end in PostgreSQL may be away as long.
-RESULT_TTL, RESULT_KEPT = 500, 86_400
+RESULT_TTL_S, FLEET_RESULT_TTL_S = 500, 86_400
 #: Seconds that a failed job is kept.
-FAILED_TTL = 14 * 86_400
+FAILED_TTL_S = 14 * 86_400
 #: A job is not run again once it, or its runner, has died this often.
 MAX_CRASHES = 3
 #: Seconds that a runner's entry lives without a renewal.
-RUNNER_TTL = 420
+RUNNER_TTL_S = 420
 #: Milliseconds of waiting that one step of priority is worth,
 #: unless a queue's settings say otherwise.
 BOOST_MS = 60_000
@@ -130,7 +130,7 @@ class Job(Message, frozen=True, kw_only=True, tag="job"):
     #: The server that the job has to wait for.
     #: Each runner runs only so many jobs of one receiver at once.
     receiver: str = ""
-    result_ttl: int = RESULT_TTL
+    result_ttl: int = RESULT_TTL_S
 
     @property
     def queued_type(self) -> str:
@@ -196,14 +196,14 @@ def encode_job(job: Job) -> bytes:
     if not 1 <= job.result_ttl <= 14 * 86_400:
         raise MalformedMessage("result_ttl is 1 s to 14 days")
     body = encode(job)
-    if len(body) > MAX_JOB:
-        raise MalformedMessage(f"{len(body)} bytes are more than {MAX_JOB}")
+    if len(body) > MAX_JOB_BYTES:
+        raise MalformedMessage(f"{len(body)} bytes are more than {MAX_JOB_BYTES}")
     return body
 
 
 def read_job(body: bytes) -> Job:
     """Reads a job without its MAC; raises `MalformedMessage`."""
-    job: Job = decode(body, Job, limit=MAX_JOB)
+    job: Job = decode(body, Job, limit=MAX_JOB_BYTES)
     return job
 
 

@@ -57,7 +57,7 @@ def counter_field(kind: CounterKind, *labels: str) -> str:
     return "|".join((kind, *labels))
 
 
-_ECS = "8.11.0"
+_ECS_VERSION = "8.11.0"
 _encode_line = msgspec.json.Encoder().encode
 
 
@@ -85,7 +85,7 @@ class _EventLine(msgspec.Struct, frozen=True):
     event: JobEvent
     labels: Mapping[str, object]
     error: JobEventError | UnsetType = UNSET
-    ecs: str = msgspec.field(name="ecs.version", default=_ECS)
+    ecs: str = msgspec.field(name="ecs.version", default=_ECS_VERSION)
 
 
 class JobEventFormatter:
@@ -112,9 +112,9 @@ MAX_ERRORS = 1000
 #: Fields of a log line that tell two errors apart, and others that operators see. None
 #: holds a secret or what an order says; what an exception says stays in the log,
 #: because it may quote anything.
-_TELLING = ("code", "error", "where", "loop", "kind", "check")
-_SHOWN = (
-    *_TELLING,
+_KEY_FIELDS = ("code", "error", "where", "loop", "kind", "check")
+_SHOWN_FIELDS = (
+    *_KEY_FIELDS,
     "reason",
     "detail",
     "pool",
@@ -130,7 +130,9 @@ _LOGIN = re.compile(r"//[^@\s/]+@")
 def error_report(service: str, event: str, fields: Mapping[str, Any]) -> tuple[str, str]:
     """Returns how an error is reported to operators: a key, which similar errors share, and a
     sentence."""
-    shown = {name: _LOGIN.sub("//", str(fields[name]))[:100] for name in _SHOWN if name in fields}
-    key = "|".join((service, event, *(shown.get(name, "") for name in _TELLING)))
+    shown = {
+        name: _LOGIN.sub("//", str(fields[name]))[:100] for name in _SHOWN_FIELDS if name in fields
+    }
+    key = "|".join((service, event, *(shown.get(name, "") for name in _KEY_FIELDS)))
     about = "".join(f", {name}={value}" for name, value in shown.items())
     return key[:500], f"{event} in {service} on {socket.gethostname()}{about}"[:500]

@@ -15,9 +15,9 @@ from queue import SimpleQueue
 #: Addresses of one name that are tried.
 MAX_ADDRESSES = 8
 #: Seconds after which the alarm comes again, in case a library has swallowed it.
-_REPEAT_S = 1.0
+_ALARM_REPEAT_INTERVAL_S = 1.0
 #: Seconds by which an alarm may be early: the kernel counts in microseconds.
-_EARLY_S = 0.001
+_MAX_EARLY_ALARM_S = 0.001
 
 Address = tuple[str, int]
 
@@ -67,12 +67,12 @@ def time_left() -> float:
 
 def _set_alarm() -> None:
     remaining = max(0.001, _ends[-1] - time.monotonic()) if _ends else 0.0
-    signal.setitimer(signal.ITIMER_REAL, remaining, _REPEAT_S if _ends else 0.0)
+    signal.setitimer(signal.ITIMER_REAL, remaining, _ALARM_REPEAT_INTERVAL_S if _ends else 0.0)
 
 
 def _raise(_number: int, _frame: object) -> None:
     # Otherwise the block of this alarm has just ended.
-    if _ends and time.monotonic() >= _ends[-1] - _EARLY_S:
+    if _ends and time.monotonic() >= _ends[-1] - _MAX_EARLY_ALARM_S:
         raise TimeIsUp
 
 

@@ -10,7 +10,7 @@ from worker_runtime.jobs.protocol.messages import JobFailed
 from worker_runtime.protocol.errors import BerthError
 
 #: Bytes of address space that a job may take beyond what its process has at the start.
-DEFAULT_MEMORY = 512 * 1024 * 1024
+DEFAULT_MEMORY_BYTES = 512 * 1024 * 1024
 _PASSING_ERRORS = (ConnectionError, TimeoutError)
 
 
@@ -40,7 +40,7 @@ class JobType:
     name: str
     arguments: type[msgspec.Struct]
     run: Callable[[Any, JobContext], object]
-    memory: int = DEFAULT_MEMORY
+    memory: int = DEFAULT_MEMORY_BYTES
 
     def retryable(self, error: BaseException) -> bool:
         """Returns True if another attempt makes sense after this error."""

@@ -1,7 +1,7 @@
 """The jobs `sms`, `whatsapp` and `push`: one message, by one POST to the provider that carries it.
 
 A provider says what to send, and reads its own answers (`MessageProvider`). What they have in
-common is here: the POST, what a status means, and the pause until another attempt. Texts of a
+common is here: the POST, what a status means, and the time until another attempt. Texts of a
 provider's errors are left out: they quote numbers and messages.
 """
 
@@ -17,10 +17,10 @@ from worker_runtime.jobs.protocol.messages import JobFailed, JobOutcomeUnknown
 from worker_runtime.jobs.types.deadline import TimeIsUp, deadline
 from worker_runtime.jobs.types.job_type import JobContext, JobType, RetryLater
 
-#: Bytes of an answer that are read, and seconds of the longest pause that we choose.
-_MOST, _LONGEST_PAUSE = 64 * 1024, 3600.0
+#: Bytes of an answer that are read, and most seconds that we choose until another attempt.
+_MAX_ANSWER_BYTES, _MAX_RETRY_DELAY_S = 64 * 1024, 3600.0
 #: After these the provider has not begun with the message: too late, too early, too many, not now.
-_NOT_BEGUN = frozenset({408, 425, 429, 503})
+_NOT_BEGUN_STATUSES = frozenset({408, 425, 429, 503})
 
 
 class MessageRefused(JobFailed, code="MESSAGE_REFUSED"):
@@ -73,7 +73,9 @@ def message_job(provider: MessageProvider) -> JobType:
         try:
             with deadline(provider.outlet.timeout):  # for a login before the message, too
                 request = provider.request(message, context)
-                status, answer, pause = post(request, provider.outlet, repeatable=kind.idempotent)
+                status, answer, retry_after = post(
+                    request, provider.outlet, repeatable=kind.idempotent
+                )
         except TimeIsUp:  # outside of a POST
             if request is not None and not kind.idempotent:
                 raise JobOutcomeUnknown("the provider may have sent the message") from None
@@ -82,12 +84,12 @@ def message_job(provider: MessageProvider) -> JobType:
             elapsed = round((time.monotonic() - begun) * 1000, 3)
             return MessageReceipt(message_id=provider.message_id(answer)[:200], elapsed_ms=elapsed)
         said = f"status {status} {provider.error_code(answer)}".rstrip()
-        if pause is None:
-            pause = min(kind.retry_delay * 2 ** (context.attempt - 1), _LONGEST_PAUSE)
+        if retry_after is None:
+            retry_after = min(kind.retry_delay * 2 ** (context.attempt - 1), _MAX_RETRY_DELAY_S)
         if status == 401:
-            raise ProviderLoginRefused(said, retry_after=pause)
-        if status in _NOT_BEGUN or (status >= 500 and kind.idempotent):
-            raise MessageDeferred(said, retry_after=pause)
+            raise ProviderLoginRefused(said, retry_after=retry_after)
+        if status in _NOT_BEGUN_STATUSES or (status >= 500 and kind.idempotent):
+            raise MessageDeferred(said, retry_after=retry_after)
         if status >= 500:
             raise JobOutcomeUnknown(f"{said}: the provider may have sent the message")
         raise MessageRefused(said)
@@ -98,8 +100,8 @@ def message_job(provider: MessageProvider) -> JobType:
 def post(
     request: ProviderRequest, outlet: PostOutlet, *, repeatable: bool
 ) -> tuple[int, Mapping[str, Any], float | None]:
-    """Returns the status, the answer (empty if it is no JSON object) and the pause in seconds that
-    it asks for.
+    """Returns the status, the answer (empty if it is no JSON object) and the seconds after which
+    it may be asked again.
 
     Raises `MessageDeferred`, `MessageRefused`, and `JobOutcomeUnknown` for what may have arrived
     and is not `repeatable`.
@@ -108,7 +110,9 @@ def post(
     from worker_runtime.jobs.types import webhook_client as client
 
     try:
-        reply = client.send_post(request.url, request.body, request.headers, outlet, _MOST)
+        reply = client.send_post(
+            request.url, request.body, request.headers, outlet, _MAX_ANSWER_BYTES
+        )
     except client.ReceiverUnreachable as error:
         if error.sent and not repeatable:
             raise JobOutcomeUnknown(

@@ -21,7 +21,7 @@ from worker_runtime.protocol.messages import Answer, encode
 from worker_runtime.protocol.requests import QueryAccount, decode_report, sign_request
 
 #: Milliseconds that the query's id is remembered after its deadline. Nobody uses the id again.
-_REMEMBERED = 1000
+_REQUEST_ID_TTL_MS = 1000
 
 
 class SessionSilent(RetryLater, code="SESSION_SILENT"):
@@ -79,7 +79,7 @@ def _ask_session(
         _, item, mark = client.run(
             scripts.ENQUEUE,
             keys.enqueueing(user_id, request_id),
-            [request_id, payload, deadline_ms, _REMEMBERED, mac],
+            [request_id, payload, deadline_ms, _REQUEST_ID_TTL_MS, mac],
         )
         heard = _receive_answer(subscriber, until) if mark else None
         stored = heard or client.execute("GET", keys.response(user_id, request_id))
@@ -88,7 +88,7 @@ def _ask_session(
             client.run(
                 scripts.WITHDRAW,
                 keys.withdrawing(user_id, request_id),
-                [item, b"", keys.ANSWER_TTL],
+                [item, b"", keys.ANSWER_TTL_S],
             )
             raise SessionSilent("the user has no worker, or its session is busy")
         signed = read_answer(stored)

@@ -26,7 +26,7 @@ from worker_runtime.jobs.types.message import (
 _SCOPE = "https://www.googleapis.com/auth/firebase.messaging"
 _GRANT = "urn:ietf:params:oauth:grant-type:jwt-bearer"
 #: Seconds that a login is asked for, and before its end at which a new one is made.
-_LOGIN_LIFE, _MARGIN = 3600, 300.0
+_LOGIN_LIFETIME_S, _RENEW_MARGIN_S = 3600, 300.0
 
 
 class _FcmError(msgspec.Struct):
@@ -84,13 +84,13 @@ class FcmProvider:
         form = {"grant_type": _GRANT, "assertion": self._assertion()}
         headers = {"Content-Type": "application/x-www-form-urlencoded"}
         request = ProviderRequest(self.outlet.token_uri, headers, urlencode(form).encode())
-        status, answer, pause = post(request, self.outlet, repeatable=True)
+        status, answer, retry_after = post(request, self.outlet, repeatable=True)
         token, life = answer.get("access_token"), answer.get("expires_in")
         if status == 200 and isinstance(token, str) and isinstance(life, int):
-            self._token, self._valid_until = token, time.monotonic() + life - _MARGIN
+            self._token, self._valid_until = token, time.monotonic() + life - _RENEW_MARGIN_S
             return token
         if status == 429 or status >= 500:
-            raise MessageDeferred(f"the login: status {status}", retry_after=pause)
+            raise MessageDeferred(f"the login: status {status}", retry_after=retry_after)
         raise ProviderLoginRefused(f"the login: status {status}")
 
     def _assertion(self) -> str:
@@ -106,7 +106,7 @@ class FcmProvider:
         if not isinstance(key, rsa.RSAPrivateKey):
             raise ProviderLoginRefused("the service account's key is no RSA key in PEM")
         now = int(time.time())
-        ends = {"iat": now, "exp": now + _LOGIN_LIFE}
+        ends = {"iat": now, "exp": now + _LOGIN_LIFETIME_S}
         claims = {
             "iss": self.outlet.client_email,
             "scope": _SCOPE,

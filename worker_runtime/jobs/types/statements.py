@@ -84,12 +84,18 @@ def export_orders(arguments: ExportOrders, _context: JobContext) -> OrderExport:
 
 #: Bytes: far more than 40 KiB of packed orders need,
 #: and little next to a session in the same container.
-_MEMORY = 128 * 1024 * 1024
+_MEMORY_BYTES = 128 * 1024 * 1024
 STATEMENT_JOB = JobType(
-    name=JOB_KINDS[MakeStatement].name, arguments=MakeStatement, run=make_statement, memory=_MEMORY
+    name=JOB_KINDS[MakeStatement].name,
+    arguments=MakeStatement,
+    run=make_statement,
+    memory=_MEMORY_BYTES,
 )
 EXPORT_JOB = JobType(
-    name=JOB_KINDS[ExportOrders].name, arguments=ExportOrders, run=export_orders, memory=_MEMORY
+    name=JOB_KINDS[ExportOrders].name,
+    arguments=ExportOrders,
+    run=export_orders,
+    memory=_MEMORY_BYTES,
 )
 
 

@@ -9,7 +9,7 @@ from worker_runtime.jobs.protocol.messages import JobFailed
 from worker_runtime.jobs.types.job_type import JobContext, JobType, RetryLater
 
 #: Statuses after which another attempt makes sense, in addition to all from 500 on.
-_PASSING = frozenset({408, 425, 429})
+_PASSING_STATUSES = frozenset({408, 425, 429})
 
 
 class WebhookRefused(JobFailed, code="WEBHOOK_REFUSED"):
@@ -43,7 +43,7 @@ def webhook_job(outlet: WebhookOutlet) -> JobType:
         elapsed = (time.monotonic() - begun) * 1000
         if 200 <= reply.status < 300:
             return WebhookReceipt(status=reply.status, elapsed_ms=round(elapsed, 3))
-        if reply.status in _PASSING or reply.status >= 500:
+        if reply.status in _PASSING_STATUSES or reply.status >= 500:
             raise WebhookDeferred(f"status {reply.status}", retry_after=reply.retry_after)
         why = ": redirects are not followed" if 300 <= reply.status < 400 else ""
         raise WebhookRefused(f"status {reply.status}{why}")

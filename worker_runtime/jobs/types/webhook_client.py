@@ -26,7 +26,7 @@ _MAX_RETRY_AFTER_S = 3600.0
 #: link-local and site-local ones.
 _IPV6_UNICAST = ipaddress.ip_network("2000::/3")
 #: Not for a host of the internet, though Python 3.11 calls them global.
-_SPECIAL = tuple(
+_SPECIAL_NETWORKS = tuple(
     map(
         ipaddress.ip_network,
         (
@@ -45,7 +45,7 @@ _SPECIAL = tuple(
 )
 #: The middle of an ISATAP address, whose end is an IPv4
 #: address (RFC 5214), with either "universal" bit.
-_ISATAP = (0x00005EFE, 0x02005EFE)
+_ISATAP_WORDS = (0x00005EFE, 0x02005EFE)
 
 
 class AddressRefused(JobFailed, code="WEBHOOK_ADDRESS_REFUSED"):
@@ -122,10 +122,10 @@ def send_post(
             connected = True
             connection.request("POST", path, body, headers)
             with connection.getresponse() as response:
-                pause = _seconds(response.headers.get("Retry-After", ""))
+                retry_after = _seconds(response.headers.get("Retry-After", ""))
                 return WebhookReply(
                     response.status,
-                    pause,
+                    retry_after,
                     response.read(max_answer_bytes) if max_answer_bytes else b"",
                 )
     except ssl.SSLCertVerificationError as error:
@@ -147,12 +147,12 @@ def _seconds(after: str) -> float | None:
     date."""
     try:
         if after.isascii() and after.isdigit():
-            pause = float(after)
+            retry_after = float(after)
         else:
-            pause = max(0.0, parsedate_to_datetime(after).timestamp() - time.time())
+            retry_after = max(0.0, parsedate_to_datetime(after).timestamp() - time.time())
     except (ValueError, OverflowError):
         return None
-    return pause if pause <= _MAX_RETRY_AFTER_S else None
+    return retry_after if retry_after <= _MAX_RETRY_AFTER_S else None
 
 
 def _addresses(host: str, port: int, *, plain: bool, outlet: PostOutlet) -> list[Address]:
@@ -176,8 +176,8 @@ def _is_allowed(address: Address, *, plain: bool, outlet: PostOutlet) -> bool:
 
 def _is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
     if isinstance(address, ipaddress.IPv6Address) and (
-        address not in _IPV6_UNICAST or (int(address) >> 32) & 0xFFFF_FFFF in _ISATAP
+        address not in _IPV6_UNICAST or (int(address) >> 32) & 0xFFFF_FFFF in _ISATAP_WORDS
     ):
         return False
-    special = any(address in network for network in _SPECIAL)
+    special = any(address in network for network in _SPECIAL_NETWORKS)
     return address.is_global and not address.is_multicast and not special

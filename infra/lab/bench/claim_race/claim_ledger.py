@@ -30,7 +30,7 @@ def claim_id(claimer: int, number: int) -> str:
     return f"{claimer}-{number}"
 
 
-_BYTES = 8
+_RECORD_BYTES = 8
 #: No worker yet.
 OPEN = 0
 
@@ -41,7 +41,7 @@ class ClaimLedger:
     def __init__(self, path: Path, count: int = 0) -> None:
         """Opens the ledger; `count` is the number of claims of a new one."""
         if count:
-            path.write_bytes(bytes(count * _BYTES))
+            path.write_bytes(bytes(count * _RECORD_BYTES))
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), 0)
         self.workers = memoryview(self._memory).cast("q")

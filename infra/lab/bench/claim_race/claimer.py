@@ -21,15 +21,17 @@ from infra.lab.bench.claim_race.claim_ledger import OPEN, ClaimLedger
 from worker_runtime.protocol import keys, scripts
 
 #: Claims under way at once in one process: as many users who come at the same moment.
-BATCH = 32
-#: Parts of all batches whose replies are lost, and of all messages that are sent twice.
-LOST, TWICE = 0.02, 0.1
+MAX_CONCURRENT_CLAIMS = 32
+#: Share of all batches whose replies are lost.
+LOST_REPLY_SHARE = 0.02
+#: Share of all messages that are sent twice.
+REPEATED_MESSAGE_SHARE = 0.1
 #: One claim in this many never reaches its worker.
-FORGOTTEN_EVERY = 500
+CLAIMS_PER_FORGOTTEN_ONE = 500
 
 
 def forgotten(claim: int) -> bool:
-    return claim % FORGOTTEN_EVERY == FORGOTTEN_EVERY - 1
+    return claim % CLAIMS_PER_FORGOTTEN_ONE == CLAIMS_PER_FORGOTTEN_ONE - 1
 
 
 class Claimer:
@@ -45,7 +47,7 @@ class Claimer:
         workers = self._ledger.workers
         first = self._ledger.done()
         while first < len(workers):
-            batch = range(first, min(first + BATCH, len(workers)))
+            batch = range(first, min(first + MAX_CONCURRENT_CLAIMS, len(workers)))
             workers_of = self._claim([claim for claim in batch for _ in range(self._times())])
             if len(workers_of) < len(batch):
                 time.sleep(0.002)  # the pool is empty for a moment
@@ -62,11 +64,11 @@ class Claimer:
             first = self._ledger.done()
 
     def _times(self) -> int:
-        return 2 if self._dice.random() < TWICE else 1
+        return 2 if self._dice.random() < REPEATED_MESSAGE_SHARE else 1
 
     def _claim(self, claims: list[int]) -> dict[int, int]:
         """Returns the worker of each claim that got one."""
-        if self._dice.random() < LOST:
+        if self._dice.random() < LOST_REPLY_SHARE:
             self._send_only(claims)
         workers: dict[int, int] = {}
         with self._client.pipeline(transaction=False) as pipe:
@@ -94,7 +96,7 @@ class Claimer:
         name = claim_ledger.claim_id(self._number, claim)
         prefix = keys.pool_worker_prefix(claim_ledger.POOL)
         named = [keys.pool_ready(claim_ledger.POOL), keys.pool_claim(claim_ledger.POOL, name)]
-        return [scripts.CLAIM.sha, 2, *named, name, prefix, keys.CLAIM_TTL]
+        return [scripts.CLAIM.sha, 2, *named, name, prefix, keys.CLAIM_TTL_S]
 
     def _deliver(self, claims: list[int], workers: dict[int, int]) -> None:
         delivered = [

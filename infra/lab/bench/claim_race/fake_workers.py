@@ -17,11 +17,12 @@ from redis import Redis
 from infra.lab.bench.claim_race import claim_ledger
 from worker_runtime.protocol import keys, scripts
 
-#: Free workers that are kept in the pool, and steps in which it is filled and messages are taken.
-FREE = 2000
-STEP = 500
-_TTL_MS = 3_600_000
-_SERVED_MS = 30_000
+#: Free workers that are kept in the pool.
+FREE_WORKERS = 2000
+#: Workers, or messages, that one call adds or takes.
+BATCH_SIZE = 500
+_MARK_TTL_MS = 3_600_000
+_SERVED_TTL_MS = 30_000
 
 
 @dataclass
@@ -41,7 +42,7 @@ class ConfirmedClaims:
 
 
 class FakeWorkers:
-    def __init__(self, client: Redis, keep: int = FREE) -> None:
+    def __init__(self, client: Redis, keep: int = FREE_WORKERS) -> None:
         self._client = client
         self._keep = keep
         self.truth = ConfirmedClaims()
@@ -57,7 +58,7 @@ class FakeWorkers:
     def _fill(self) -> None:
         free: Any = self._client.zcard(keys.pool_ready(claim_ledger.POOL))
         missing = self._keep - int(free)
-        if missing >= min(STEP, self._keep):
+        if missing >= min(BATCH_SIZE, self._keep):
             self.announce(missing)
 
     def announce(self, count: int) -> None:
@@ -73,7 +74,7 @@ class FakeWorkers:
 
     def _take(self) -> int:
         """Takes some messages, as each worker takes its own; returns how many."""
-        delivered: Any = self._client.lpop(claim_ledger.DELIVERIES, STEP) or []
+        delivered: Any = self._client.lpop(claim_ledger.DELIVERIES, BATCH_SIZE) or []
         if not delivered:
             return 0
         pairs = [
@@ -93,7 +94,8 @@ class FakeWorkers:
         with self._client.pipeline(transaction=False) as pipe:
             for worker in set(ended):
                 pipe.pexpire(
-                    keys.pool_worker(claim_ledger.POOL, claim_ledger.worker_id(worker)), _SERVED_MS
+                    keys.pool_worker(claim_ledger.POOL, claim_ledger.worker_id(worker)),
+                    _SERVED_TTL_MS,
                 )
             pipe.execute()
         return len(delivered)
@@ -112,8 +114,8 @@ class FakeWorkers:
     def release(self, pairs: list[tuple[int, str]]) -> int:
         """Ends claims that nobody confirmed; then their messages arrive after all, too late."""
         late = 0
-        for start in range(0, len(pairs), STEP):
-            batch = pairs[start : start + STEP]
+        for start in range(0, len(pairs), BATCH_SIZE):
+            batch = pairs[start : start + BATCH_SIZE]
             with self._client.pipeline(transaction=False) as pipe:
                 for outcome in ("released", "confirmed"):
                     for worker, claim in batch:
@@ -127,7 +129,7 @@ class FakeWorkers:
 def _announce(number: int) -> list[Any]:
     entry = keys.pool_worker(claim_ledger.POOL, claim_ledger.worker_id(number))
     fields = ("public_key", "k", "proof", "p", "task", "t", "version", "v")
-    return [scripts.ANNOUNCE_WORKER.sha, 1, entry, _TTL_MS, *fields]
+    return [scripts.ANNOUNCE_WORKER.sha, 1, entry, _MARK_TTL_MS, *fields]
 
 
 def _admit(number: int) -> list[Any]:
@@ -135,7 +137,7 @@ def _admit(number: int) -> list[Any]:
     worker = claim_ledger.worker_id(number)
     entry, free = keys.pool_worker(claim_ledger.POOL, worker), keys.pool_ready(claim_ledger.POOL)
     unused = keys.pool_claim(claim_ledger.POOL, ""), keys.pool_born(claim_ledger.POOL, "")
-    return [scripts.ADMIT_WORKER.sha, 4, entry, free, *unused, worker, "", keys.CLAIM_TTL]
+    return [scripts.ADMIT_WORKER.sha, 4, entry, free, *unused, worker, "", keys.CLAIM_TTL_S]
 
 
 def _settle(worker: int, claim: str, outcome: str) -> list[Any]:

@@ -13,7 +13,7 @@ from typing import Any
 from redis import Redis
 
 from infra.lab.bench.claim_race import claim_ledger
-from infra.lab.bench.claim_race.claimer import BATCH
+from infra.lab.bench.claim_race.claimer import MAX_CONCURRENT_CLAIMS
 from worker_runtime.protocol import keys, scripts
 
 GO = "race:go"
@@ -24,7 +24,7 @@ def pop_command(act: str, number: int) -> list[Any]:
         return ["ZPOPMIN", keys.pool_ready(claim_ledger.POOL)]
     named = [keys.pool_ready(claim_ledger.POOL), keys.pool_claim(claim_ledger.POOL, f"p-{number}")]
     prefix = keys.pool_worker_prefix(claim_ledger.POOL)
-    return ["EVALSHA", scripts.CLAIM.sha, 2, *named, f"p-{number}", prefix, keys.CLAIM_TTL]
+    return ["EVALSHA", scripts.CLAIM.sha, 2, *named, f"p-{number}", prefix, keys.CLAIM_TTL_S]
 
 
 def main() -> int:
@@ -32,9 +32,9 @@ def main() -> int:
     client = Redis.from_url(url, socket_timeout=None)  # the others may start much later
     client.blpop([GO])
     began = time.monotonic()
-    for start in range(int(first), int(first) + int(count), BATCH):
+    for start in range(int(first), int(first) + int(count), MAX_CONCURRENT_CLAIMS):
         with client.pipeline(transaction=False) as pipe:
-            for number in range(start, min(start + BATCH, int(first) + int(count))):
+            for number in range(start, min(start + MAX_CONCURRENT_CLAIMS, int(first) + int(count))):
                 commands: Any = pipe
                 commands.execute_command(*pop_command(act, number))
             if any(not reply or reply[0] == b"empty" for reply in pipe.execute()):

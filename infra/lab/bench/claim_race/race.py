@@ -30,7 +30,7 @@ from infra.lab import figures
 from infra.lab.bench.claim_race import claim_ledger, popper
 from infra.lab.bench.claim_race.claim_ledger import OPEN, ClaimLedger
 from infra.lab.bench.claim_race.claimer import forgotten
-from infra.lab.bench.claim_race.fake_workers import STEP, ConfirmedClaims, FakeWorkers
+from infra.lab.bench.claim_race.fake_workers import BATCH_SIZE, ConfirmedClaims, FakeWorkers
 from infra.lab.figures import Say, silent
 from infra.lab.target import own_folder
 from infra.local.process import ServerFailed
@@ -38,14 +38,14 @@ from infra.local.servers import ValkeyServer
 from infra.processes import end_with_parent
 from worker_runtime.protocol import keys, scripts
 
-CLAIMERS = 8
+CLAIMER_PROCESSES = 8
 #: Most claims in the part that measures the rate.
-RATED = 200_000
+MAX_RATED_CLAIMS = 200_000
 #: Seconds between two kills; a claimer starts in 0.3 s.
 KILL_INTERVAL_S = 1.0
 #: Claims that must be made between two kills:
 #: on a busy machine a start takes longer than the period.
-PROGRESS = 200
+MIN_CLAIMS_PER_KILL = 200
 _SCRIPTS = (scripts.ANNOUNCE_WORKER, scripts.ADMIT_WORKER, scripts.CLAIM, scripts.SETTLE_CLAIM)
 
 
@@ -63,7 +63,7 @@ class _Race:
         self._dice = random.Random(1)  # noqa: S311 — nothing secret about it
         self._running = {number: self._start(number) for number in range(len(self.ledgers))}
         self._kill_at = time.monotonic() + self.kill_period
-        self._kill_after = PROGRESS
+        self._kill_after = MIN_CLAIMS_PER_KILL
 
     def _start(self, number: int) -> subprocess.Popen[bytes]:
         words = (
@@ -91,7 +91,7 @@ class _Race:
         done = sum(ledger.done() for ledger in self.ledgers)
         if self._running and time.monotonic() > self._kill_at and done >= self._kill_after:
             self._kill_at = time.monotonic() + self.kill_period
-            self._kill_after = done + PROGRESS
+            self._kill_after = done + MIN_CLAIMS_PER_KILL
             self._dice.choice(list(self._running.values())).kill()
             self.kills += 1
         return bool(self._running)
@@ -118,7 +118,7 @@ def run(
             client.script_load(script.source)
         raced = _race(server.url, client, folder, claims, kill_period, say)
         client.flushall()
-        rated = min(claims, RATED)
+        rated = min(claims, MAX_RATED_CLAIMS)
         floor = _rate(server.url, client, "pop", rated, say)
         ours = _rate(server.url, client, "claim", rated, say)
     return {
@@ -135,7 +135,7 @@ def run(
 def _race(
     url: str, client: Redis, folder: Path, claims: int, kill_period: float, say: Say
 ) -> dict[str, Any]:
-    share = -(-claims // CLAIMERS)
+    share = -(-claims // CLAIMER_PROCESSES)
     sizes = [min(share, claims - start) for start in range(0, claims, share)]
     ledgers = [ClaimLedger(folder / f"ledger-{number}", size) for number, size in enumerate(sizes)]
     workers = FakeWorkers(client, keep=min(2000, max(64, claims // 20)))
@@ -208,10 +208,10 @@ def _rate(url: str, client: Redis, act: str, count: int, say: Say) -> dict[str, 
     """Claims (or bare pops) a second from a full pool, all clients at once."""
     say(f"claim-race: {count} free workers")
     client.flushall()  # the workers of before have the same ids
-    workers = FakeWorkers(client, keep=STEP)
-    for start in range(0, count, STEP):
-        workers.announce(min(STEP, count - start))
-    share = -(-count // CLAIMERS)
+    workers = FakeWorkers(client, keep=BATCH_SIZE)
+    for start in range(0, count, BATCH_SIZE):
+        workers.announce(min(BATCH_SIZE, count - start))
+    share = -(-count // CLAIMER_PROCESSES)
     processes = [
         subprocess.Popen(
             [
@@ -267,8 +267,8 @@ def _cpu(client: Redis) -> float:
 
 def table(result: dict[str, Any]) -> None:
     figures.print_table(
-        f"claim-race: {result['claims']} claims of {CLAIMERS} claimers, {result['kills']} of "
-        "them killed",
+        f"claim-race: {result['claims']} claims of {CLAIMER_PROCESSES} claimers, "
+        f"{result['kills']} of them killed",
         [
             ("double", str(result["double"])),
             ("lost", str(result["lost"])),

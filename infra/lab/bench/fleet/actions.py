@@ -18,7 +18,7 @@ from temporalio.api.history.v1 import HistoryEvent
 from temporalio.client import Client, WorkflowExecution
 
 #: Histories read at once.
-_AT_ONCE = 16
+_MAX_CONCURRENT_READS = 16
 
 _KINDS: dict[int, str] = {
     EventType.EVENT_TYPE_WORKFLOW_EXECUTION_STARTED: "starts",
@@ -42,7 +42,7 @@ def kinds_of(event: HistoryEvent) -> list[str]:
 async def count(client: Client, began: datetime, ended: datetime) -> dict[str, Counter[str]]:
     """Counts actions from `began` to `ended` (UTC), by workflow type and kind."""
     actions: dict[str, Counter[str]] = {}
-    turn = asyncio.Semaphore(_AT_ONCE)
+    turn = asyncio.Semaphore(_MAX_CONCURRENT_READS)
 
     async def read(execution: WorkflowExecution) -> None:
         handle = client.get_workflow_handle(execution.id, run_id=execution.run_id)

@@ -27,7 +27,7 @@ from temporalio.client import Client
 
 from infra.lab import figures
 from infra.lab.bench.fleet import actions
-from infra.lab.bench.fleet.polling_workflow import PERIOD
+from infra.lab.bench.fleet.polling_workflow import CHECK_INTERVAL_S
 from infra.lab.bench.fleet.polling_workflow import WORKFLOW_NAME as NAIVE
 from infra.lab.bench.fleet.simulated.worker import SimulatedBehaviour
 from infra.lab.bench.fleet.stack import PollingWorker, SimulatedStack, start_polling
@@ -41,22 +41,22 @@ from infra.settings import Settings
 from infra.temporal.connection import open_client
 
 #: Warm workers, as `berth up` keeps them: the pool's own workflow is part of the cost.
-_POOL = 4
+_POOL_SIZE = 4
 #: Seconds; nothing fires within the rest.
-_LONG = 7 * 86400.0
+_IDLE_TIMEOUT_S = 7 * 86400.0
 #: Seconds after the last start until the rest begins: events, timelines and refills have been dealt
 #: with. In the other phases, one that is shorter itself (in a trial run) waits for no longer than
 #: its own length.
-_SETTLE = 15.0
+_SETTLE_TIME_S = 15.0
 #: Seconds in which the servers are measured without any user.
-_BASE = 15.0
+_BASELINE_TIME_S = 15.0
 #: Users that are started at once.
 #: The dev server makes 60 to 90 starts a second whatever the number.
-_STARTERS = 24
+_MAX_CONCURRENT_STARTS = 24
 #: Seconds until the pool must have launched all workers.
-_LAUNCHED_WITHIN = 900.0
+_LAUNCH_TIMEOUT_S = 900.0
 #: Seconds until one user has to be Active.
-_START_WITHIN = 300.0
+_START_TIMEOUT_S = 300.0
 #: For users that are active all the time: how many,
 #: their idle timeout, and how often they show activity (s).
 _USED_USERS = 20
@@ -69,8 +69,8 @@ T = TypeVar("T")
 def run(
     workers: Sequence[int] = (500, 2000),
     minutes: float = 10.0,
-    settle: float = _SETTLE,
-    base: float = _BASE,
+    settle: float = _SETTLE_TIME_S,
+    base: float = _BASELINE_TIME_S,
     say: Say = silent,
 ) -> dict[str, Any]:
     """Measures one rest and one naive phase for each number of `workers`, of `minutes` each.
@@ -91,7 +91,7 @@ def _measure_rest(
     workers: int, seconds: float, settle: float, base_seconds: float, say: Say
 ) -> dict[str, Any]:
     stacked = partial(SimulatedStack, habits=SimulatedBehaviour())
-    with running(_POOL, stacked, idle_timeout=_LONG, morning_at="") as target:
+    with running(_POOL_SIZE, stacked, idle_timeout=_IDLE_TIMEOUT_S, morning_at="") as target:
         stack = target.stack
         pids = {"server": stack.temporal.pid, "orchestrator": stack.orchestrator.pid}
         base = CpuShare(pids)
@@ -122,7 +122,7 @@ def _measure_rest(
         "orchestrator_cpu_pct": ours_cpu["orchestrator"],
         "base_server_cpu_pct": base_cpu["server"],
         "base_orchestrator_cpu_pct": base_cpu["orchestrator"],
-        "naive_period_s": PERIOD,
+        "naive_period_s": CHECK_INTERVAL_S,
         "naive_actions_per_hour": _rate(naive, workers, seconds / 3600),
         "naive_server_cpu_pct": naive_cpu["server"],
         "naive_worker_cpu_pct": naive_cpu["worker"],
@@ -159,7 +159,7 @@ def _measure_used(seconds: float, settle: float, say: Say) -> dict[str, Any]:
     seconds = min(max(seconds, 2 * _USED_TIMEOUT_S), 60.0)
     stack = partial(SimulatedStack, habits=SimulatedBehaviour(used=True))
     with running(
-        _POOL, stack, idle_timeout=_USED_TIMEOUT_S, mark_period=_USED_MARK_INTERVAL_S
+        _POOL_SIZE, stack, idle_timeout=_USED_TIMEOUT_S, mark_period=_USED_MARK_INTERVAL_S
     ) as target:
         users = _make_active(target, _USED_USERS, min(settle, seconds), say)
         began = datetime.now(UTC)
@@ -188,9 +188,9 @@ def _measure_used(seconds: float, settle: float, say: Say) -> dict[str, Any]:
 def _start(admin: RestConnection, user_id: str) -> None:
     """Starts a user's worker, again while the start is refused because others fill the server.
 
-    Raises `ServerFailed` after `_START_WITHIN` seconds.
+    Raises `ServerFailed` after `_START_TIMEOUT_S` seconds.
     """
-    until = time.monotonic() + _START_WITHIN
+    until = time.monotonic() + _START_TIMEOUT_S
     while True:
         try:
             if "worker_id" in admin.call("POST", f"/v1/users/{user_id}/worker/start?wait=60"):
@@ -199,7 +199,7 @@ def _start(admin: RestConnection, user_id: str) -> None:
         except RequestFailed as error:
             why = error.detail
         if time.monotonic() > until:
-            raise ServerFailed(f"{user_id} was not Active within {_START_WITHIN:.0f} s: {why}")
+            raise ServerFailed(f"{user_id} was not Active within {_START_TIMEOUT_S:.0f} s: {why}")
         time.sleep(0.5)
 
 
@@ -212,17 +212,17 @@ def _make_active(target: Target, count: int, settle: float, say: Say) -> list[Be
     say(f"idle: registering {count} users")
     users = target.make_users("idle", count, at_exchange=False)
     target.pool_update("set_target", {"target": count})
-    until = time.monotonic() + _LAUNCHED_WITHIN
+    until = time.monotonic() + _LAUNCH_TIMEOUT_S
     while (launched := len(target.workers())) < count:
         if time.monotonic() > until:
             raise ServerFailed(
-                f"{launched} of {count} simulated workers after {_LAUNCHED_WITHIN:.0f} s"
+                f"{launched} of {count} simulated workers after {_LAUNCH_TIMEOUT_S:.0f} s"
             )
         say(f"idle: {launched} of {count} simulated workers launched")
         time.sleep(0.5)
     target.wait_ready(count)
     target.pool_update("pause")
-    target.pool_update("set_target", {"target": _POOL})
+    target.pool_update("set_target", {"target": _POOL_SIZE})
     done: list[str] = []
 
     def start(share: Sequence[BenchUser]) -> None:
@@ -235,11 +235,14 @@ def _make_active(target: Target, count: int, settle: float, say: Say) -> list[Be
         finally:
             admin.close()
 
-    with ThreadPoolExecutor(max_workers=_STARTERS) as threads:
-        for future in [threads.submit(start, users[n::_STARTERS]) for n in range(_STARTERS)]:
+    with ThreadPoolExecutor(max_workers=_MAX_CONCURRENT_STARTS) as threads:
+        for future in [
+            threads.submit(start, users[n::_MAX_CONCURRENT_STARTS])
+            for n in range(_MAX_CONCURRENT_STARTS)
+        ]:
             future.result()
     target.pool_update("resume")
-    target.wait_ready(_POOL)
+    target.wait_ready(_POOL_SIZE)
     _pause(settle, partial(_say_left, say, f"idle: {count} users settle"))
     return users
 

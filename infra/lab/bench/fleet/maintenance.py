@@ -45,9 +45,9 @@ from worker_runtime.protocol import keys
 #: As in `workflows.names`, which this room must not import.
 _WORKFLOW, _QUEUE = "MaintenanceWorkflow", "berth-bulk"
 #: One worker in this many has an anomaly.
-ONE_IN = 10
+WORKERS_PER_ANOMALY = 10
 #: Seconds until the orchestrator's other loops have taken the planted fleet in.
-_SETTLE = 2.0
+_SETTLE_TIME_S = 2.0
 #: More seconds than there must be between two passes (`activities/maintenance/passes.py`).
 _PASS_AGE_S = 60.0
 
@@ -88,7 +88,7 @@ def run(workers: Sequence[int] = (1000, 10_000, 20_000), say: Say = silent) -> d
 
 
 def _measure_size(workers: int, say: Say) -> dict[str, Any]:
-    planted = PlantedFleet(workers, workers // ONE_IN)
+    planted = PlantedFleet(workers, workers // WORKERS_PER_ANOMALY)
     say(f"maintenance: planting {workers} workers")
     with own_folder() as folder:
         tasks = folder / "planted.json"
@@ -106,7 +106,7 @@ async def _measure(stack: _PlantedStack, planted: PlantedFleet, say: Say) -> dic
             planted.into_valkey(valkey)
             valkey.set(keys.GENERATION, "planted", nx=True)
             await planted.into_database(database)
-            await asyncio.sleep(_SETTLE)
+            await asyncio.sleep(_SETTLE_TIME_S)
             rounds = []
             for number, name in enumerate(("first pass", "second pass", "clean up", "afterwards")):
                 say(f"maintenance: {planted.workers} workers, {name}")

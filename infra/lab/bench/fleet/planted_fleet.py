@@ -17,8 +17,8 @@ from worker_runtime.protocol import keys
 
 POOL = "planted"
 #: Seconds that marks stand here without anybody who renews them: longer than the measurement.
-_LIVES = 3600
-_STEP = 1000
+_MARK_TTL_S = 3600
+_ROWS_PER_INSERT = 1000
 
 
 @dataclass
@@ -82,7 +82,7 @@ class PlantedFleet:
         with client.pipeline(transaction=False) as pipe:
             for user, mark in self.marks.items():
                 epoch, _, worker = mark.partition(":")
-                pipe.set(keys.mark(user), mark, ex=_LIVES)
+                pipe.set(keys.mark(user), mark, ex=_MARK_TTL_S)
                 metadata: dict[Any, Any] = {
                     "state": "Active",
                     "task": f"task-{worker}",
@@ -110,16 +110,17 @@ async def _insert(session: AsyncSession, rows: list[tuple[str, str, int, str, st
     for _, user, epoch, *_ in rows:
         epochs[user] = max(epoch, epochs.get(user, 0))
     users = [{"id": user, "epoch": epoch} for user, epoch in epochs.items()]
-    for start in range(0, len(users), _STEP):
+    for start in range(0, len(users), _ROWS_PER_INSERT):
         await session.execute(
-            text("insert into users (id, epoch) values (:id, :epoch)"), users[start : start + _STEP]
+            text("insert into users (id, epoch) values (:id, :epoch)"),
+            users[start : start + _ROWS_PER_INSERT],
         )
     values = [
         dict(zip(("claim", "user", "epoch", "worker", "task", "state"), row, strict=True))
         | {"pool": POOL}
         for row in rows
     ]
-    for start in range(0, len(values), _STEP):
+    for start in range(0, len(values), _ROWS_PER_INSERT):
         await session.execute(
             text(
                 "insert into worker_sessions (claim_id, user_id, epoch, pool, worker_id, task_id, "
@@ -130,5 +131,5 @@ async def _insert(session: AsyncSession, rows: list[tuple[str, str, int, str, st
                 "case when :state <> 'waiting' then now() - interval '1 h' end, "
                 "case when :state = 'ended' then now() - interval '10 min' end)"
             ),
-            values[start : start + _STEP],
+            values[start : start + _ROWS_PER_INSERT],
         )

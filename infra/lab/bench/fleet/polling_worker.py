@@ -25,7 +25,7 @@ from infra.valkey import client as valkey
 from worker_runtime.protocol import keys
 
 #: Workflows kept in memory, as in our orchestrator.
-_CACHED = 4000
+_MAX_CACHED_WORKFLOWS = 4000
 
 
 class PollingActivities:
@@ -53,7 +53,7 @@ async def _serve(polls: Callable[[], None]) -> None:
         task_queue=QUEUE,
         workflows=[NaivePollingWorkflow],
         activities=[PollingActivities(client).read_mark],
-        max_cached_workflows=_CACHED,
+        max_cached_workflows=_MAX_CACHED_WORKFLOWS,
         workflow_task_poller_behavior=PollerBehaviorAutoscaling(),
         activity_task_poller_behavior=PollerBehaviorAutoscaling(),
     ):

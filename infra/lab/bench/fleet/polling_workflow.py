@@ -13,7 +13,7 @@ QUEUE = "bench-polling"
 READ_MARK = "read_mark"
 #: Seconds between two checks: what such designs choose,
 #: because a dead worker is to be noticed in a minute.
-PERIOD = 60.0
+CHECK_INTERVAL_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,5 +36,5 @@ class NaivePollingWorkflow:
                 result_type=bool,
                 start_to_close_timeout=timedelta(seconds=10),
             )
-            pause = PERIOD
-        workflow.continue_as_new(PollingInput(user_id=given.user_id, first=PERIOD))
+            pause = CHECK_INTERVAL_S
+        workflow.continue_as_new(PollingInput(user_id=given.user_id, first=CHECK_INTERVAL_S))

@@ -12,14 +12,19 @@ from typing import Any
 
 from temporalio.client import Client
 
-from infra.lab.bench.fleet.polling_workflow import PERIOD, QUEUE, WORKFLOW_NAME, PollingInput
+from infra.lab.bench.fleet.polling_workflow import (
+    CHECK_INTERVAL_S,
+    QUEUE,
+    WORKFLOW_NAME,
+    PollingInput,
+)
 from infra.lab.bench.fleet.simulated.worker import SimulatedBehaviour
 from infra.local.components import ChildComponent, NodeComponent
 from infra.local.stack import LocalStack
 from infra.settings import Settings
 
 #: Launches per second: what limits a host's real processes must not limit simulated ones.
-_LAUNCH_RATE = 1000.0
+_MAX_LAUNCHES_PER_S = 1000.0
 
 
 class SimulatedNode(NodeComponent):
@@ -43,7 +48,7 @@ class SimulatedStack(LocalStack):
     """`LocalStack` with simulated workers."""
 
     def __init__(self, directory: Path, *, habits: SimulatedBehaviour, **options: Any) -> None:
-        super().__init__(directory, launch_rate=_LAUNCH_RATE, **options)
+        super().__init__(directory, launch_rate=_MAX_LAUNCHES_PER_S, **options)
         real = self.node
         node = SimulatedNode(real.directory, self.settings, habits)
         node.log_path, node.records = real.log_path, real.records
@@ -52,7 +57,7 @@ class SimulatedStack(LocalStack):
 
 
 #: Starts under way at once.
-_AT_ONCE = 32
+_MAX_CONCURRENT_STARTS = 32
 
 
 class PollingWorker(ChildComponent):
@@ -80,12 +85,12 @@ async def start_polling(
 ) -> None:
     """Starts one workflow per user; their polls are spread over the period.
     `on_progress` gets the number."""
-    turn, started = asyncio.Semaphore(_AT_ONCE), 0
+    turn, started = asyncio.Semaphore(_MAX_CONCURRENT_STARTS), 0
 
     async def start(number: int, user_id: str) -> None:
         nonlocal started
         async with turn:
-            first = PERIOD * number / len(user_ids)
+            first = CHECK_INTERVAL_S * number / len(user_ids)
             await client.start_workflow(
                 WORKFLOW_NAME,
                 PollingInput(user_id=user_id, first=first),

@@ -51,12 +51,12 @@ from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import Job
 
-RUNNERS = (1, 2)
+RUNNER_COUNTS = (1, 2)
 #: CPU seconds of one job of the second kind.
-BUSY = 0.005
+BUSY_JOB_CPU_S = 0.005
 #: Jobs a second that a contender may reach with one runner: this many are enqueued for each second.
 #: If the queue runs empty, the rate is that of the time it took.
-_EXPECTED = {
+_EXPECTED_JOBS_PER_S = {
     "fresh": 1500,
     "recycled": 12_000,
     "rq": 300,
@@ -66,14 +66,18 @@ _EXPECTED = {
     "arq": 3000,
     "procrastinate": 1500,
 }
-_PATIENCE = 30.0
-#: Seconds between two looks at a queue, and at least so many times what a look takes: procrastinate
-#: has to count rows for it.
-_LOOK_INTERVAL, _LOOK_SHARE = 0.002, 20
+_PROGRESS_TIMEOUT_S = 30.0
+#: Seconds between two checks of a queue.
+_CHECK_INTERVAL_S = 0.002
+#: The pause between two checks is at least this many times what a check takes: procrastinate has to
+#: count rows for it.
+_PAUSE_PER_CHECK_TIME = 20
 #: Seconds between two jobs whose pick-up is measured: the runner is idle again by then.
-_GAP = (0.02, 0.04)
-#: Operations from which the floors are computed.
-POPS, FORKS = 20_000, 300
+_JOB_INTERVAL_RANGE_S = (0.02, 0.04)
+#: Pops from which the floor is computed.
+FLOOR_POPS = 20_000
+#: Forks from which the floor is computed.
+FLOOR_FORKS = 300
 
 
 @dataclass
@@ -88,12 +92,12 @@ class _RateSamples:
 def run(
     seconds: float = 1.5,
     rounds: int = 3,
-    runners: Sequence[int] = RUNNERS,
+    runners: Sequence[int] = RUNNER_COUNTS,
     pickups: int = 200,
     lease: float = 5.0,
     kills: int = 3,
-    pops: int = POPS,
-    forks: int = FORKS,
+    pops: int = FLOOR_POPS,
+    forks: int = FLOOR_FORKS,
     peers: str = "",
     names: Sequence[str] = field_of.OTHER_PEERS,
     say: Say = silent,
@@ -130,7 +134,7 @@ def run(
                     measure.rate(contender, count, 0.0, seconds)
                 )
                 samples.busy.setdefault(count, []).append(
-                    measure.rate(contender, count, BUSY, seconds)
+                    measure.rate(contender, count, BUSY_JOB_CPU_S, seconds)
                 )
                 taken = measure.pick_up(contender, count, -(-pickups // rounds))
                 samples.pick_up.setdefault(count, []).extend(taken)
@@ -217,7 +221,7 @@ class JobMeasurement:
     def rate(self, contender: Contender, runners: int, busy: float, seconds: float) -> float:
         """Measures jobs a second with `runners` runners."""
         self._client.flushall()
-        expected = min(_EXPECTED[contender.name], 1 / busy if busy else 1e9) * runners
+        expected = min(_EXPECTED_JOBS_PER_S[contender.name], 1 / busy if busy else 1e9) * runners
         count = round(expected * (seconds + 0.5))
         contender.fill(count, busy)
         with ContenderProcesses(contender, runners, self._log) as processes:
@@ -235,15 +239,15 @@ class JobMeasurement:
                 return False
 
             _wait(started, processes)
-            pause = _LOOK_INTERVAL
+            pause = _CHECK_INTERVAL_S
             while True:
                 time.sleep(pause)
                 looked = time.perf_counter()
                 remaining, now = contender.count_waiting_jobs(), time.perf_counter()
-                pause = max(_LOOK_INTERVAL, _LOOK_SHARE * (now - looked))
+                pause = max(_CHECK_INTERVAL_S, _PAUSE_PER_CHECK_TIME * (now - looked))
                 if remaining == 0 or now - began >= seconds:
                     break
-                if now - began > _PATIENCE:
+                if now - began > _PROGRESS_TIMEOUT_S:
                     raise ServerFailed(f"{contender.name} has stopped working")
         return (first - remaining) / (now - began)
 
@@ -259,11 +263,11 @@ class JobMeasurement:
         ):
             self._stamps.unlink(missing_ok=True)
             stamps.bind(str(self._stamps))
-            stamps.settimeout(_PATIENCE)
+            stamps.settimeout(_PROGRESS_TIMEOUT_S)
             _wait(lambda: contender.count_waiting_jobs() == 0, processes)
             time.sleep(0.5)  # all have started and are idle
             for number in range(count + 5):
-                time.sleep(chance.uniform(*_GAP))
+                time.sleep(chance.uniform(*_JOB_INTERVAL_RANGE_S))
                 began = contender.enqueue(str(self._stamps))
                 (started,) = struct.unpack("d", stamps.recv(64))
                 if number >= 5:
@@ -281,7 +285,9 @@ class JobMeasurement:
             with ContenderProcesses(contender, 1, self._log) as victim:
                 self._registered(1, victim)
                 # It outlasts all that follows: its runner is killed while it runs.
-                contender.put({"sleeps": 2 * _PATIENCE + lease, "ledger": str(self._ledger)})
+                contender.put(
+                    {"sleeps": 2 * _PROGRESS_TIMEOUT_S + lease, "ledger": str(self._ledger)}
+                )
                 self._started(1, victim)
                 with ContenderProcesses(contender, 1, self._log) as other:
                     self._registered(2, other)
@@ -332,12 +338,12 @@ class _RunnerFleet(OurRunner):
 
 
 def _wait(condition: Any, processes: ContenderProcesses) -> None:
-    until = time.monotonic() + _PATIENCE
+    until = time.monotonic() + _PROGRESS_TIMEOUT_S
     while not condition():
         if not processes.alive:
             raise ServerFailed("a runner ended, or did not start")
         if time.monotonic() > until:
-            raise ServerFailed(f"nothing within {_PATIENCE:g} s")
+            raise ServerFailed(f"nothing within {_PROGRESS_TIMEOUT_S:g} s")
         time.sleep(0.002)
 
 

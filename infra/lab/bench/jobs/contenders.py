@@ -29,7 +29,7 @@ from worker_runtime.jobs.protocol.messages import Job
 
 #: Name of our job (`infra.lab.loadtest_job`).
 LOADTEST = "loadtest"
-_PIPELINE = 500
+_JOBS_PER_PIPELINE = 500
 #: Not imported here: our environment does not have what it imports.
 PEER_MODULE = "infra.lab.bench.jobs.rate_peers"
 #: Peers that the extra `bench` has, and those that need an environment of their own.
@@ -84,9 +84,9 @@ class OurRunner:
 
     def fill(self, count: int, busy: float) -> None:
         self.load_script()
-        for first in range(0, count, _PIPELINE):
+        for first in range(0, count, _JOBS_PER_PIPELINE):
             pipeline = self._client.pipeline(transaction=False)
-            for _ in range(min(_PIPELINE, count - first)):
+            for _ in range(min(_JOBS_PER_PIPELINE, count - first)):
                 call = job_calls.enqueue(new_job(busy=busy), KEYS)
                 pipeline.evalsha(call.script.sha, len(call.keys), *call.keys, *call.args)
             pipeline.execute()

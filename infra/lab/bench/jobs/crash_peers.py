@@ -15,13 +15,13 @@ import threading
 import time
 from typing import Any
 
-from infra.lab.bench.jobs.tasks import CONCURRENCY
+from infra.lab.bench.jobs.tasks import MAX_CONCURRENT_JOBS
 
 QUEUE = "bench"
 #: Runs of a job at most.
-ATTEMPTS = 4
+MAX_ATTEMPTS = 4
 #: Seconds that a job may take.
-TIMEOUT_S = 20
+JOB_TIMEOUT_S = 20
 
 
 def work(ledger: str, number: int, seconds: float) -> None:
@@ -61,8 +61,8 @@ class Rq:
     def enqueue(self, *arguments: Any) -> None:
         from rq import Retry
 
-        retry = Retry(max=ATTEMPTS - 1)
-        self._queue.enqueue(work, *arguments, retry=retry, job_timeout=TIMEOUT_S)
+        retry = Retry(max=MAX_ATTEMPTS - 1)
+        self._queue.enqueue(work, *arguments, retry=retry, job_timeout=JOB_TIMEOUT_S)
 
     def run(self) -> None:
         from rq import Worker
@@ -77,7 +77,7 @@ class Huey:
         from huey import RedisHuey
 
         self._huey = RedisHuey(QUEUE, url=url)
-        self._task = self._huey.task(retries=ATTEMPTS - 1)(work)
+        self._task = self._huey.task(retries=MAX_ATTEMPTS - 1)(work)
 
     def enqueue(self, *arguments: Any) -> None:
         self._task(*arguments)
@@ -85,7 +85,9 @@ class Huey:
     def run(self) -> None:
         from huey.consumer import Consumer
 
-        Consumer(self._huey, workers=CONCURRENCY, worker_type="process", periodic=False).run()
+        Consumer(
+            self._huey, workers=MAX_CONCURRENT_JOBS, worker_type="process", periodic=False
+        ).run()
 
 
 class Dramatiq:
@@ -97,7 +99,7 @@ class Dramatiq:
 
         self._broker = RedisBroker(url=url)
         dramatiq.set_broker(self._broker)
-        limits = {"max_retries": ATTEMPTS - 1, "time_limit": TIMEOUT_S * 1000}
+        limits = {"max_retries": MAX_ATTEMPTS - 1, "time_limit": JOB_TIMEOUT_S * 1000}
         self._actor = dramatiq.actor(work, queue_name=QUEUE, **limits)
 
     def enqueue(self, *arguments: Any) -> None:
@@ -106,7 +108,7 @@ class Dramatiq:
     def run(self) -> None:
         from dramatiq import Worker
 
-        Worker(self._broker, queues={QUEUE}, worker_threads=CONCURRENCY).start()
+        Worker(self._broker, queues={QUEUE}, worker_threads=MAX_CONCURRENT_JOBS).start()
         threading.Event().wait()
 
 
@@ -135,9 +137,9 @@ class Arq:
             functions=[work_async],
             queue_name=QUEUE,
             redis_settings=self._settings,
-            max_jobs=CONCURRENCY,
-            max_tries=ATTEMPTS,
-            job_timeout=TIMEOUT_S,
+            max_jobs=MAX_CONCURRENT_JOBS,
+            max_tries=MAX_ATTEMPTS,
+            job_timeout=JOB_TIMEOUT_S,
             poll_delay=0.05,
         ).run()
 
@@ -149,7 +151,7 @@ class Procrastinate:
         from procrastinate import App, PsycopgConnector
 
         self._app = App(connector=PsycopgConnector(conninfo=url))
-        self._task = self._app.task(name="work", queue=QUEUE, retry=ATTEMPTS - 1)(work)
+        self._task = self._app.task(name="work", queue=QUEUE, retry=MAX_ATTEMPTS - 1)(work)
 
         @self._app.periodic(cron="* * * * *")
         @self._app.task(name="retry_stalled", queue=QUEUE, pass_context=True)
@@ -168,7 +170,7 @@ class Procrastinate:
             self._task.defer(ledger=ledger, number=number, seconds=seconds)
 
     def run(self) -> None:
-        self._app.run_worker(queues=[QUEUE], concurrency=CONCURRENCY)
+        self._app.run_worker(queues=[QUEUE], concurrency=MAX_CONCURRENT_JOBS)
 
 
 KINDS: dict[str, Any] = {

@@ -32,7 +32,7 @@ from infra.lab import figures
 from infra.lab.bench.jobs import contenders
 from infra.lab.bench.jobs.contenders import OurRunner
 from infra.lab.bench.jobs.peer_environment import ROOT
-from infra.lab.bench.jobs.tasks import CONCURRENCY
+from infra.lab.bench.jobs.tasks import MAX_CONCURRENT_JOBS
 from infra.lab.cpu import StolenTime
 from infra.lab.figures import Say, silent
 from infra.lab.target import own_folder
@@ -49,7 +49,7 @@ WORKERS = 2
 #: Seconds until both workers have taken jobs.
 START_TIMEOUT_S = 60.0
 #: Of a job that runs when the fault comes, the part that is done.
-FAULT_AFTER = 0.3
+FAULT_AFTER_SHARE = 0.3
 
 
 class CrashContender:
@@ -96,7 +96,7 @@ class CrashContender:
         if self.name == OURS:
             command = contenders.runner_command()
             text = contenders.runner_config(
-                f"ours-{number}", self._url, lease=self._lease, slots=CONCURRENCY
+                f"ours-{number}", self._url, lease=self._lease, slots=MAX_CONCURRENT_JOBS
             )
         with (self._folder / "workers.log").open("ab") as out:
             worker = subprocess.Popen(
@@ -220,7 +220,7 @@ def _measure(
         if time.monotonic() > until:
             raise ServerFailed(f"{contender.name}: a worker takes no job")
         time.sleep(0.02)
-    time.sleep(FAULT_AFTER * seconds)
+    time.sleep(FAULT_AFTER_SHARE * seconds)
     began = time.monotonic()
     if not _inject(contender, fault, frozen):
         return None

@@ -39,7 +39,7 @@ from worker_runtime.jobs.protocol import keys as job_keys
 APPLICATION = "bench"
 TAG = job_keys.application_tag(APPLICATION)
 #: Jobs that one child runs, by the name of the way.
-RECYCLE = {"fresh": 1, "recycled": 100}
+JOBS_PER_CHILD = {"fresh": 1, "recycled": 100}
 #: Claims before the other server's turn.
 CLAIMS_PER_TURN = 20
 
@@ -123,14 +123,14 @@ def _rates(
     ):
         measure = JobMeasurement(folder, url, client)
         rates: dict[str, dict[str, list[float]]] = {
-            way: {"built_in": [], "own": []} for way in RECYCLE
+            way: {"built_in": [], "own": []} for way in JOBS_PER_CHILD
         }
         direct_rates = []
         for round_ in range(rounds):
             say(f"own jobs: round {round_ + 1} of {rounds}")
             client.flushall()
             direct_rates.append(_enqueue_rate(producer, enqueued))
-            for way, recycle in RECYCLE.items():
+            for way, recycle in JOBS_PER_CHILD.items():
                 for kind, runner in (
                     ("built_in", OurRunner(way, client, url, recycle)),
                     ("own", OwnTypesRunner(way, client, url, recycle, producer)),

@@ -23,7 +23,7 @@ from infra.lab.bench.jobs.tasks import perform
 
 QUEUE = "bench"
 #: Jobs that a producer sends in one call, where the peer can do that.
-BATCH = 500
+MAX_JOBS_PER_CALL = 500
 
 
 class RqRatePeer:
@@ -46,8 +46,8 @@ class RqRatePeer:
 
     def fill(self, count: int, busy: float) -> None:
         jobs = [self._queue.prepare_data(perform, [busy], retry=self._retry) for _ in range(count)]
-        for first in range(0, count, BATCH):
-            self._queue.enqueue_many(jobs[first : first + BATCH])
+        for first in range(0, count, MAX_JOBS_PER_CALL):
+            self._queue.enqueue_many(jobs[first : first + MAX_JOBS_PER_CALL])
 
     def enqueue(self, stamp: str) -> None:
         self._queue.enqueue(perform, 0.0, stamp, retry=self._retry)
@@ -157,7 +157,7 @@ class ArqRatePeer:
     package = "arq"
     #: Seconds between two looks at the queue. The documentation names no other value than the
     #: default of 0.5, which bounds a worker's rate and lets a job wait 250 ms at the median.
-    POLL_DELAY = 0.01
+    POLL_INTERVAL_S = 0.01
 
     def __init__(self, url: str) -> None:
         import asyncio
@@ -205,7 +205,7 @@ class ArqRatePeer:
             functions=[perform_async],
             queue_name=QUEUE,
             redis_settings=self._settings,
-            poll_delay=self.POLL_DELAY,
+            poll_delay=self.POLL_INTERVAL_S,
         ).run()
 
 
@@ -220,7 +220,7 @@ class ProcrastinateRatePeer:
 
     package = "procrastinate"
     #: Jobs at once; the default is 1.
-    CONCURRENCY = 10
+    MAX_CONCURRENT_JOBS = 10
 
     def __init__(self, url: str) -> None:
         from procrastinate import App, PsycopgConnector
@@ -247,8 +247,8 @@ class ProcrastinateRatePeer:
     def fill(self, count: int, busy: float) -> None:
         """Enqueues jobs in an empty table: ended jobs stay in it."""
         self._query("TRUNCATE procrastinate_jobs, procrastinate_workers CASCADE")
-        for first in range(0, count, BATCH):
-            self._task.batch_defer(*[{"busy": busy}] * min(BATCH, count - first))
+        for first in range(0, count, MAX_JOBS_PER_CALL):
+            self._task.batch_defer(*[{"busy": busy}] * min(MAX_JOBS_PER_CALL, count - first))
 
     def enqueue(self, stamp: str) -> None:
         self._open()
@@ -269,7 +269,7 @@ class ProcrastinateRatePeer:
         return self._opened.connector.get_sync_connector()
 
     def run(self, workers: int) -> None:
-        self._app.run_worker(concurrency=self.CONCURRENCY)
+        self._app.run_worker(concurrency=self.MAX_CONCURRENT_JOBS)
 
 
 PEERS: dict[str, Any] = {

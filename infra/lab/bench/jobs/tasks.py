@@ -7,7 +7,7 @@ import struct
 import time
 
 #: Jobs that a worker of the crash matrix runs at once (`crashes.py`).
-CONCURRENCY = 2
+MAX_CONCURRENT_JOBS = 2
 
 
 def perform(busy: float = 0.0, stamp: str = "") -> None:

@@ -39,11 +39,13 @@ from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol import scripts as job_scripts
 
 TIERS = ("email", "webhook", "sms", "whatsapp", "push")
-#: The tier that is flooded, and seconds that one of its jobs takes: a messaging API's answer.
-FLOODED, ANSWER = "sms", 0.1
-_PATIENCE = 30.0
+#: The tier that is flooded.
+FLOODED_TIER = "sms"
+#: Seconds that one of its jobs takes: a messaging API's answer.
+ANSWER_TIME_S = 0.1
+_PROGRESS_TIMEOUT_S = 30.0
 #: Jobs enqueued in one round trip.
-_PIPELINE = 100
+_JOBS_PER_PIPELINE = 100
 
 
 class _TierFleets:
@@ -121,18 +123,18 @@ def _part(
         _wait(lambda: client.hlen(job_keys.beats(job_keys.FLEET_TAG)) == len(TIERS), processes)
         time.sleep(0.5)  # the children that wait are forked
         if flood:
-            _enqueue(client, FLOODED, flood, sleeps=ANSWER)
+            _enqueue(client, FLOODED_TIER, flood, sleeps=ANSWER_TIME_S)
             stack.enter_context(_flood(server.url, flood_rate))
-            before = client.zcard(_waiting(FLOODED))
-            _wait(lambda: client.zcard(_waiting(FLOODED)) > before + flood_rate / 2, processes)
-        others = [tier for tier in TIERS if tier != FLOODED]
+            before = client.zcard(_waiting(FLOODED_TIER))
+            _wait(lambda: client.zcard(_waiting(FLOODED_TIER)) > before + flood_rate / 2, processes)
+        others = [tier for tier in TIERS if tier != FLOODED_TIER]
         probes = [stack.enter_context(_TierProbe(server.url, tier, folder)) for tier in others]
         threads = [threading.Thread(target=probe.measure, args=(rate, seconds)) for probe in probes]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        waiting = client.zcard(_waiting(FLOODED))
+        waiting = client.zcard(_waiting(FLOODED_TIER))
         if flood and not waiting:
             raise ServerFailed("the flood ended before the measurement did: more of it is needed")
     taken = {probe.tier: probe.taken for probe in probes}
@@ -159,7 +161,7 @@ class _TierProbe:
         self._folder = tempfile.TemporaryDirectory(prefix=f"{tier}-")
         self._path = str(Path(self._folder.name) / "s")
         self._stamps.bind(self._path)
-        self._stamps.settimeout(_PATIENCE)
+        self._stamps.settimeout(_PROGRESS_TIMEOUT_S)
 
     def measure(self, rate: float, seconds: float) -> None:
         began = time.monotonic()
@@ -201,9 +203,9 @@ def _flood(url: str, rate: float) -> Iterator[None]:
 
 
 def _enqueue(client: Any, tier: str, count: int, **arguments: Any) -> None:
-    for first in range(0, count, _PIPELINE):
+    for first in range(0, count, _JOBS_PER_PIPELINE):
         pipeline = client.pipeline(transaction=False)
-        for _ in range(min(_PIPELINE, count - first)):
+        for _ in range(min(_JOBS_PER_PIPELINE, count - first)):
             job = msgspec.structs.replace(contenders.new_job(**arguments), queue=tier)
             call = job_calls.enqueue(job, KEYS)
             pipeline.evalsha(call.script.sha, len(call.keys), *call.keys, *call.args)
@@ -215,7 +217,7 @@ def _waiting(tier: str) -> str:
 
 
 def _wait(condition: Any, processes: ContenderProcesses) -> None:
-    until = time.monotonic() + _PATIENCE
+    until = time.monotonic() + _PROGRESS_TIMEOUT_S
     while not condition():
         if time.monotonic() > until or not processes.alive:
             raise ServerFailed("the runners of the tiers do not start")
@@ -228,7 +230,7 @@ def table(result: dict[str, Any]) -> None:
 
     rows = [("quiet, all tiers", numbers(result["quiet"]))]
     for tier, tier_figures in result["flooded"]["tiers"].items():
-        rows.append((f"{tier}, {FLOODED} flooded", numbers(tier_figures)))
+        rows.append((f"{tier}, {FLOODED_TIER} flooded", numbers(tier_figures)))
     rows.append(("the same, runners for all tiers", numbers(result["shared"]["all"])))
     waits = f"{result['flooded']['flood_waiting']} of the flood wait"
     figures.print_table(f"tiers: pick-up of {result['rate']:g} jobs/s each (ms); {waits}", rows)
@@ -240,7 +242,7 @@ def keep_flooding(url: str, rate: float) -> None:
         began, sent = time.monotonic(), 0
         while True:
             due = int((time.monotonic() - began) * rate) - sent
-            _enqueue(client, FLOODED, due, sleeps=ANSWER)
+            _enqueue(client, FLOODED_TIER, due, sleeps=ANSWER_TIME_S)
             sent += due
             time.sleep(0.05)
 

@@ -44,7 +44,7 @@ EPOCH = 1
 _POOL = "bench"
 _GENERATION = "bench"
 #: Seconds until a worker must be ready, and until it must be connected.
-_PATIENCE = 60.0
+_START_TIMEOUT_S = 60.0
 
 
 class OrchestratorCommands:
@@ -53,7 +53,7 @@ class OrchestratorCommands:
     def __init__(self, url: str) -> None:
         self.url = url
         self.redis: Any = Redis.from_url(
-            url, retry=Retry(NoBackoff(), 0), socket_timeout=_PATIENCE + 10
+            url, retry=Retry(NoBackoff(), 0), socket_timeout=_START_TIMEOUT_S + 10
         )
 
     def run(self, script: Script, names: list[str], args: list[Any]) -> Any:
@@ -97,7 +97,7 @@ class ClaimedWorker:
             task_id=f"task-{user_id}",
             paper_exchange=exchange,
             # A broker call never takes longer than the lease, so the lease must outlast the call.
-            mark_ttl=max(keys.MARK_TTL, block + 30.0),
+            mark_ttl=max(keys.MARK_TTL_S, block + 30.0),
             mark_period=mark_period,
             pulse_timeout=block + 60.0,
             broker_timeout=block + 20.0,
@@ -126,16 +126,16 @@ class ClaimedWorker:
 
     def _claim(self) -> None:
         commands, claim_id = self._commands, f"claim-{self.user_id}"
-        until = time.monotonic() + _PATIENCE
+        until = time.monotonic() + _START_TIMEOUT_S
         names = [keys.pool_ready(_POOL), keys.pool_claim(_POOL, claim_id)]
-        args = [claim_id, keys.pool_worker_prefix(_POOL), keys.CLAIM_TTL]
+        args = [claim_id, keys.pool_worker_prefix(_POOL), keys.CLAIM_TTL_S]
         entry = keys.pool_worker(_POOL, self.worker_id)
         admitting = [entry, names[0], keys.pool_claim(_POOL, ""), keys.pool_born(_POOL, "")]
         while (claimed := commands.run(CLAIM, names, args))[0] == b"empty":
             # The worker's pump does the same.
-            commands.run(ADMIT_WORKER, admitting, [self.worker_id, "", keys.CLAIM_TTL])
+            commands.run(ADMIT_WORKER, admitting, [self.worker_id, "", keys.CLAIM_TTL_S])
             if time.monotonic() > until:
-                raise ServerFailed(f"the worker was not ready within {_PATIENCE:.0f} s")
+                raise ServerFailed(f"the worker was not ready within {_START_TIMEOUT_S:.0f} s")
             time.sleep(0.05)
         request_keys = self._secrets.request_keys(self.user_id)
         commands.own(self.user_id, self.worker_id, OPEN_SWITCH.words(request_keys, self.user_id))
@@ -164,7 +164,7 @@ class ClaimedWorker:
             user_id=self.user_id,
             epoch=EPOCH,
             generation=_GENERATION,
-            connect_timeout=_PATIENCE,
+            connect_timeout=_START_TIMEOUT_S,
             accounts=[account],
             sealed_keys=sealing.seal_message_keys(
                 self._secrets.for_worker(self.user_id, EPOCH),
@@ -178,10 +178,10 @@ class ClaimedWorker:
         inbox = keys.pool_inbox(_POOL, self.worker_id)
         commands.redis.rpush(inbox, sealing.sign(claim, self._key))
         answered = commands.redis.blpop(
-            [keys.pool_reply(_POOL, self.worker_id, claim_id)], _PATIENCE
+            [keys.pool_reply(_POOL, self.worker_id, claim_id)], _START_TIMEOUT_S
         )
         if answered is None:
-            raise ServerFailed(f"the worker was not connected within {_PATIENCE:.0f} s")
+            raise ServerFailed(f"the worker was not connected within {_START_TIMEOUT_S:.0f} s")
         reply = sealing.open_reply(answered[1], self.config.launch_token)
         if reply.failure is not None:
             raise ServerFailed(f"the worker: {reply.failure.code}: {reply.failure.detail}")

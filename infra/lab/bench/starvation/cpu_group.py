@@ -17,9 +17,9 @@ from pathlib import Path
 from infra.node.cgroup import LimitsUnavailable, MemoryGroup, delegate, own_group
 
 #: Microseconds; the kernel's usual period of a quota.
-_PERIOD = 100_000
+_QUOTA_PERIOD_US = 100_000
 #: Longest time in seconds for the kernel to let go of killed processes.
-_EMPTY_WITHIN = 10.0
+_EMPTY_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,14 @@ class CpuGroup:
     def end(self) -> None:
         """Kills all that is inside and removes the group.
         Raises `LimitsUnavailable` if it cannot be."""
-        until = time.monotonic() + _EMPTY_WITHIN
+        until = time.monotonic() + _EMPTY_TIMEOUT_S
         while True:
             self._group.kill()
             if self._group.remove():
                 return
             if time.monotonic() > until:
                 raise LimitsUnavailable(
-                    f"{self._path} is not empty {_EMPTY_WITHIN:.0f} s after the kill"
+                    f"{self._path} is not empty {_EMPTY_TIMEOUT_S:.0f} s after the kill"
                 )
             time.sleep(0.05)
 
@@ -81,17 +81,17 @@ def cpu_group(name: str, percent: int) -> Iterator[CpuGroup]:
     Raises `LimitsUnavailable` where this host lets us make none.
     """
     version, own = own_group("cpu")
-    quota = percent * _PERIOD // 100
+    quota = percent * _QUOTA_PERIOD_US // 100
     path = own / name
     try:
         if version == 2:
             delegate(own, "cpu")
         path.mkdir()
         if version == 1:
-            (path / "cpu.cfs_period_us").write_text(str(_PERIOD))
+            (path / "cpu.cfs_period_us").write_text(str(_QUOTA_PERIOD_US))
             (path / "cpu.cfs_quota_us").write_text(str(quota))
         else:
-            (path / "cpu.max").write_text(f"{quota} {_PERIOD}")
+            (path / "cpu.max").write_text(f"{quota} {_QUOTA_PERIOD_US}")
     except OSError as error:
         with contextlib.suppress(OSError):
             path.rmdir()

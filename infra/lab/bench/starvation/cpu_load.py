@@ -12,7 +12,7 @@ import sys
 import threading
 
 #: Bytes of one hash; hashlib releases the GIL for more than 2,047 of them.
-_CHUNK = 1 << 20
+_CHUNK_BYTES = 1 << 20
 
 
 def _spin(parent: int) -> None:
@@ -23,7 +23,7 @@ def _spin(parent: int) -> None:
 
 
 def _hash() -> None:
-    data = bytes(_CHUNK)
+    data = bytes(_CHUNK_BYTES)
     while True:
         hashlib.sha256(data).digest()
 

@@ -41,7 +41,7 @@ from infra.lab.bench.starvation.claimed_worker import (
 )
 from infra.lab.bench.starvation.cpu_group import CpuGroup, cpu_group
 from infra.lab.bench.starvation.naive_heartbeat import NaiveHeartbeat
-from infra.lab.bench.starvation.renewal_watch import TOLERANCE, RenewalWatch, judge_renewals
+from infra.lab.bench.starvation.renewal_watch import LATE_TOLERANCE_S, RenewalWatch, judge_renewals
 from infra.lab.figures import Say, silent
 from infra.lab.target import own_folder
 from infra.local.servers import ValkeyServer
@@ -50,13 +50,14 @@ from worker_runtime.protocol import keys
 from worker_runtime.protocol.requests import OPEN_SWITCH
 
 #: What keeps the CPUs busy, and how many of it.
-LOADS = {"processes": 64, "threads": 240}
+LOAD_SIZES = {"processes": 64, "threads": 240}
 #: Percent of one core: two CPUs, then one. A host of two cores throttles at 95 % of them, not at
 #: 100.
-QUOTAS = (min(200, 95 * (os.cpu_count() or 1)), 100)
-#: Seconds that a broker call blocks, and the pause before each.
-_BLOCK = 60.0
-_PAUSE = 15.0
+CPU_QUOTAS_PERCENT = (min(200, 95 * (os.cpu_count() or 1)), 100)
+#: Seconds that a broker call blocks.
+_BLOCK_TIME_S = 60.0
+#: Seconds of pause before each blocking call.
+_PAUSE_TIME_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,8 @@ class HeartbeatSetup:
 
 def run(
     seconds: float = 300.0,
-    quotas: Sequence[int] = QUOTAS,
-    loads: Sequence[str] = tuple(LOADS),
+    quotas: Sequence[int] = CPU_QUOTAS_PERCENT,
+    loads: Sequence[str] = tuple(LOAD_SIZES),
     mark_period: float = 5.0,
     say: Say = silent,
 ) -> dict[str, Any]:
@@ -93,7 +94,7 @@ def run(
         **_summarize(list(by_quota.values())),
         "seconds": seconds,
         "mark_period_s": mark_period,
-        "late_after_s": mark_period + TOLERANCE,
+        "late_after_s": mark_period + LATE_TOLERANCE_S,
         "by_quota": by_quota,
     }
 
@@ -118,7 +119,7 @@ def _summarize(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def _measure(
     stage: HeartbeatSetup, seconds: float, quota: int, load: str, say: Say
 ) -> dict[str, Any]:
-    block, pause = min(_BLOCK, seconds / 2), min(_PAUSE, seconds / 4)
+    block, pause = min(_BLOCK_TIME_S, seconds / 2), min(_PAUSE_TIME_S, seconds / 4)
     name = f"{quota}-{load}"
     worker = ClaimedWorker(
         stage.commands,
@@ -151,7 +152,7 @@ def _measure(
             msgspec.json.encode(naive) + b"\n",
             ending,
         )
-        words = ("infra.lab.bench.starvation.cpu_load", load, str(LOADS[load]))
+        words = ("infra.lab.bench.starvation.cpu_load", load, str(LOAD_SIZES[load]))
         _start(group, " ".join(words), b"go\n", ending)
         calls = HangingCalls(worker, block=block, pause=pause)
         calls.start()
@@ -159,7 +160,10 @@ def _measure(
         began, before = watch.now(), group.throttling()
         until = time.monotonic() + seconds
         while (remaining := until - time.monotonic()) > 0:
-            say(f"heartbeat: quota {quota} %, {LOADS[load]} busy {load}, {remaining:.0f} s left")
+            say(
+                f"heartbeat: quota {quota} %, {LOAD_SIZES[load]} busy {load}, "
+                f"{remaining:.0f} s left"
+            )
             time.sleep(min(1.0, remaining))
         throttling = group.throttling() - before
         ended = watch.now()
@@ -212,7 +216,7 @@ def table(result: dict[str, Any]) -> None:
         for load, seen in part["by_load"].items():
             head = (
                 f"quota {quota} %{' (all cores)' if int(quota) >= cores * 100 else ''}, "
-                f"{LOADS[load]} {load}"
+                f"{LOAD_SIZES[load]} {load}"
             )
             rows += [
                 (

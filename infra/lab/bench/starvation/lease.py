@@ -33,7 +33,7 @@ from infra.lab import figures
 from infra.lab.bench.jobs.contenders import new_job, runner_command, runner_config
 from infra.lab.bench.starvation.cpu_group import CpuGroup, cpu_group
 from infra.lab.bench.starvation.naive_lease import NaiveLease
-from infra.lab.bench.starvation.renewal_watch import TOLERANCE, RenewalWatch, judge_renewals
+from infra.lab.bench.starvation.renewal_watch import LATE_TOLERANCE_S, RenewalWatch, judge_renewals
 from infra.lab.figures import Say, silent
 from infra.lab.loadtest_job import KEYS
 from infra.lab.target import own_folder
@@ -45,19 +45,23 @@ from worker_runtime.jobs.protocol import keys as job_keys
 
 #: CPUs as the figures name them (percent of one), the quota that is set, and the lease in seconds.
 #: A host of two cores throttles at 95 % of them, not at 100.
-QUOTAS = {"200": (min(200, 95 * (os.cpu_count() or 1)), 5.0), "100": (100, 5.0), "25": (25, 10.0)}
+QUOTA_PERCENT_AND_LEASE_S = {
+    "200": (min(200, 95 * (os.cpu_count() or 1)), 5.0),
+    "100": (100, 5.0),
+    "25": (25, 10.0),
+}
 #: Busy at the same time.
-LOADS = {"processes": 64, "threads": 240}
+LOAD_SIZES = {"processes": 64, "threads": 240}
 #: Renewals in one lease: the runner's own number.
-_BEATS = 3
+_RENEWALS_PER_LEASE = 3
 DESIGNS = ("ours", "thread", "asyncio")
 #: Seconds until all jobs are in hand.
-_PATIENCE = 60.0
+_START_TIMEOUT_S = 60.0
 
 
 def run(
     seconds: float = 60.0,
-    quotas: Sequence[str] = tuple(QUOTAS),
+    quotas: Sequence[str] = tuple(QUOTA_PERCENT_AND_LEASE_S),
     load: str = "processes",
     say: Say = silent,
 ) -> dict[str, Any]:
@@ -73,7 +77,9 @@ def run(
             for design in DESIGNS:
                 say(f"lease: {name} % of a CPU, {design}, {seconds:g} s")
                 client.flushall()
-                bench = _LeaseBench(folder, server.url, client, load, *QUOTAS[name])
+                bench = _LeaseBench(
+                    folder, server.url, client, load, *QUOTA_PERCENT_AND_LEASE_S[name]
+                )
                 parts[design] = bench.measure(design, seconds)
             naive = [parts[design] for design in DESIGNS[1:]]
             result[name] = {
@@ -82,16 +88,16 @@ def run(
                 "naive_lost": sum(part["lost"] for part in naive),
                 "naive_late": sum(part["late"] for part in naive),
                 "nr_throttled": parts["ours"]["nr_throttled"],
-                "quota_pct": QUOTAS[name][0],
-                "lease_s": QUOTAS[name][1],
+                "quota_pct": QUOTA_PERCENT_AND_LEASE_S[name][0],
+                "lease_s": QUOTA_PERCENT_AND_LEASE_S[name][1],
                 "by_design": parts,
             }
     return {
         **result,
         "load": load,
-        "busy": LOADS[load],
+        "busy": LOAD_SIZES[load],
         "seconds": seconds,
-        "late_after_s": TOLERANCE,
+        "late_after_s": LATE_TOLERANCE_S,
     }
 
 
@@ -112,7 +118,7 @@ class _LeaseBench:
 
     def measure(self, design: str, seconds: float) -> dict[str, Any]:
         name = f"berth-bench-{os.getpid()}-{design}"
-        period = self._lease / _BEATS
+        period = self._lease / _RENEWALS_PER_LEASE
         with ExitStack() as ending:
             watch = ending.enter_context(RenewalWatch(self._url, (self._key,), command="HINCRBY"))
             group = ending.enter_context(cpu_group(name, self._quota))
@@ -141,14 +147,14 @@ class _LeaseBench:
         """Starts a runner with its busy jobs. What it returns says whether it still has all of
         them."""
         processes = self._load == "processes"
-        slots = LOADS["processes"] if processes else 1
+        slots = LOAD_SIZES["processes"] if processes else 1
         gate = self._folder / f"gate-{self._quota}"
         document = runner_config("bench", self._url, slots=slots, lease=self._lease, kill_grace=0.0)
         runner = self._spawn(runner_command(), ending)
         assert runner.stdin is not None  # noqa: S101 — a pipe was asked for
         runner.stdin.write(document)
         runner.stdin.close()
-        threads = 0 if processes else LOADS["threads"]
+        threads = 0 if processes else LOAD_SIZES["threads"]
         arguments = {"gate": str(gate), "spins": 86_400.0, "threads": threads}
         for _ in range(slots):
             call = job_calls.enqueue(
@@ -174,7 +180,7 @@ class _LeaseBench:
             period=period,
             design=design,
             load=self._load,
-            count=LOADS[self._load],
+            count=LOAD_SIZES[self._load],
         )
         process = self._spawn(
             [sys.executable, "-P", "-m", "infra.lab.bench.starvation.naive_lease"], ending
@@ -209,10 +215,10 @@ def lost_leases(times: Sequence[float], began: float, ended: float, lease: float
 
 
 def _wait(condition: Callable[[], object], description: str) -> None:
-    until = time.monotonic() + _PATIENCE
+    until = time.monotonic() + _START_TIMEOUT_S
     while not condition():
         if time.monotonic() > until:
-            raise ServerFailed(f"not within {_PATIENCE:g} s: {description}")
+            raise ServerFailed(f"not within {_START_TIMEOUT_S:g} s: {description}")
         time.sleep(0.02)
 
 
@@ -223,7 +229,7 @@ def table(result: dict[str, Any]) -> None:
         "asyncio": "an asyncio task in the busy loop",
     }
     rows = []
-    for name in (name for name in result if name in QUOTAS):
+    for name in (name for name in result if name in QUOTA_PERCENT_AND_LEASE_S):
         part = result[name]
         for design, seen in part["by_design"].items():
             rows.append(

@@ -24,9 +24,9 @@ from redis.exceptions import RedisError
 #: What a renewal is: the same write that our runner's is, with less around it.
 RENEW = "return redis.call('HINCRBY', KEYS[1], ARGV[1], 1)"
 #: Seconds of CPU between two turns of the busy loop.
-_SLICE = 0.05
+_TURN_CPU_S = 0.05
 #: Bytes of one hash; hashlib releases the GIL for more than 2,047 of them.
-_CHUNK = 1 << 20
+_CHUNK_BYTES = 1 << 20
 
 
 class NaiveLease(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,12 +58,12 @@ def _load(naive: NaiveLease) -> None:
     for _ in range(naive.count - 1):
         if os.fork() == 0:
             while os.getppid() == parent:
-                _spin(_SLICE)
+                _spin(_TURN_CPU_S)
             os._exit(0)
 
 
 def _hash() -> None:
-    data = bytes(_CHUNK)
+    data = bytes(_CHUNK_BYTES)
     while True:
         hashlib.sha256(data).digest()
 
@@ -82,7 +82,7 @@ def _renew(naive: NaiveLease) -> None:
     _load(naive)
     threading.Thread(target=renew_on, daemon=True).start()
     while True:
-        _spin(_SLICE)
+        _spin(_TURN_CPU_S)
 
 
 async def _renew_in_loop(naive: NaiveLease) -> None:
@@ -97,7 +97,7 @@ async def _renew_in_loop(naive: NaiveLease) -> None:
 
     async def work() -> None:
         while True:
-            _spin(_SLICE)
+            _spin(_TURN_CPU_S)
             await asyncio.sleep(0)
 
     _load(naive)

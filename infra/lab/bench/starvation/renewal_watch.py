@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 from worker_runtime.protocol.errors import BerthError
 
 #: Seconds after its time until a renewal counts as late.
-TOLERANCE = 1.0
+LATE_TOLERANCE_S = 1.0
 
 
 class RenewalWatchFailed(BerthError, code="WATCH_FAILED"):
@@ -40,15 +40,15 @@ def judge_renewals(
     """Judges the renewals from `began` to `ended` (seconds of one clock), due every `period`
     seconds.
 
-    Late is each renewal that was not there `TOLERANCE` after its time: a gap of more than period +
-    tolerance has one late renewal, a gap of n periods + tolerance has n. The last one
+    Late is each renewal that was not there `LATE_TOLERANCE_S` after its time: a gap of more than
+    period + tolerance has one late renewal, a gap of n periods + tolerance has n. The last one
     before the window sets the first time.
     """
     before = [at for at in times if at < began]
     within = [at for at in times if began <= at <= ended]
     points = [before[-1] if before else began, *within, ended]
     gaps = [later - earlier for earlier, later in pairwise(points)]
-    late = sum(max(0, floor((gap - TOLERANCE) / period)) for gap in gaps)
+    late = sum(max(0, floor((gap - LATE_TOLERANCE_S) / period)) for gap in gaps)
     return RenewalReport(len(within), late, round(max(gaps), 3))
 
 

@@ -37,24 +37,26 @@ from worker_runtime.jobs.protocol.messages import Job, JobCrashed, JobResult, Jo
 
 #: Runners that live at the same time, in addition to frozen ones. Some live for seconds: a runner
 #: has to watch another one for a whole lease before it takes its jobs back.
-RUNNERS = 8
-_STEADY = 3
+MAX_LIVE_RUNNERS = 8
+_STEADY_RUNNERS = 3
 #: Jobs that have not ended, at most.
-_UNDER_WAY = 80
-_POLL_PERIOD = 0.05
+_MAX_UNFINISHED_JOBS = 80
+_POLL_INTERVAL_S = 0.05
 #: Share of the short-lived runners that are frozen before they are killed.
-_FROZEN = 0.3
+_FROZEN_SHARE = 0.3
 #: Share of jobs that take about a lease.
-_LONG = 0.02
-#: Share of arrivals that are a burst of brief jobs, for runners with recycled children to
-#: prefetch; jobs of a burst; and the share of them that is slow, so that the jobs
-#: prefetched behind it go back.
-_BURSTS, _BURST, _SLOW = 0.15, 12, 0.08
+_LONG_JOB_SHARE = 0.02
+#: Share of arrivals that are a burst of brief jobs, for runners with recycled children to prefetch.
+_BURST_SHARE = 0.15
+#: Jobs of a burst.
+_BURST_SIZE = 12
+#: Share of them that are slow, so that the jobs prefetched behind them go back.
+_SLOW_JOB_SHARE = 0.08
 #: Results that one call reads.
-_PAGE = 1000
-_GROUPS = 6
+_PAGE_SIZE = 1000
+_JOB_GROUPS = 6
 #: Seconds after a fault of Valkey in which a rerun says nothing about a runner's lease.
-_AFTERMATH = 1.5
+_AFTERMATH_S = 1.5
 
 
 class JobChaosRun:
@@ -100,7 +102,7 @@ class JobChaosRun:
         """Raises `ServerFailed` when a runner ends by itself or Valkey does not come back."""
         self._client = valkey.connect_valkey(self._server.url)
         fleet = await self._start_fleet()
-        for _ in range(RUNNERS):
+        for _ in range(MAX_LIVE_RUNNERS):
             self._due.put_nowait(None)
         work = (self._jobs(patience), self._start_runners(fleet), self._register(fleet))
         tasks = [asyncio.create_task(coroutine) for coroutine in work]
@@ -169,13 +171,13 @@ class JobChaosRun:
     def _arm(self, runner: ProxiedRunner) -> None:
         if self._faults_over:
             return
-        if sum(runner.steady for runner in self._live.values()) < _STEADY:
+        if sum(runner.steady for runner in self._live.values()) < _STEADY_RUNNERS:
             runner.steady = True
             runner.arm(RunnerStep.ANY, self._chance.uniform(3, 6) * self._lease)
             return
         plan = (
             freeze.plan_freeze(self._chance, self._lease)
-            if self._chance.random() < _FROZEN
+            if self._chance.random() < _FROZEN_SHARE
             else None
         )
         weights = FREEZE_WEIGHTS if plan else WEIGHTS
@@ -226,7 +228,7 @@ class JobChaosRun:
                 self._faults_over, until = True, time.monotonic() + patience
                 for runner in self._live.values():
                     runner.disarm()
-            while not self._faults_over and len(self.open) < _UNDER_WAY:
+            while not self._faults_over and len(self.open) < _MAX_UNFINISHED_JOBS:
                 for job in self._new_jobs():
                     await self._enqueue(job)
             await self._collect()
@@ -240,7 +242,7 @@ class JobChaosRun:
                 f"{len(self.results)} jobs ended, "
                 f"{len(self.open)} under way"
             )
-            await asyncio.sleep(_POLL_PERIOD)
+            await asyncio.sleep(_POLL_INTERVAL_S)
 
     def _plan(self) -> list[tuple[int, Callable[[], Awaitable[None]]]]:
         """Plans the faults of Valkey, with the number of kills after which they come: each at least
@@ -252,13 +254,15 @@ class JobChaosRun:
         ]
 
     def _new_jobs(self) -> list[Job]:
-        if self._chance.random() >= _BURSTS:
+        if self._chance.random() >= _BURST_SHARE:
             return [self._new_job()]
         queue = self._chance.choice(("default", "other"))
-        return [self._new_brief_job(queue) for _ in range(_BURST)]
+        return [self._new_brief_job(queue) for _ in range(_BURST_SIZE)]
 
     def _new_brief_job(self, queue: str) -> Job:
-        length = self._chance.uniform(0.03, 0.06) if self._chance.random() < _SLOW else 0.0
+        length = (
+            self._chance.uniform(0.03, 0.06) if self._chance.random() < _SLOW_JOB_SHARE else 0.0
+        )
         job = Job(
             job_id=f"b{len(self.sent)}",
             name="loadtest_brief",
@@ -272,14 +276,14 @@ class JobChaosRun:
 
     def _new_job(self) -> Job:
         chance, number = self._chance, len(self.sent)
-        long = chance.random() < _LONG
+        long = chance.random() < _LONG_JOB_SHARE
         job = Job(
             job_id=f"{LONG if long else 'j'}{number}",
             name="loadtest",
             queue=chance.choice(("default", "default", "other", "scheduler")),
             priority=chance.randrange(10),
             idempotent=chance.random() < 0.6,
-            group=f"g{chance.randrange(_GROUPS)}" if chance.random() < 0.15 else "",
+            group=f"g{chance.randrange(_JOB_GROUPS)}" if chance.random() < 0.15 else "",
             args=msgspec.Raw(
                 msgspec.json.encode({"ledger": str(self.ledger), "sleeps": self._length(long)})
             ),
@@ -311,8 +315,8 @@ class JobChaosRun:
     async def _read_again(self) -> None:
         """Reads the results again: late ones of frozen runners must have changed nothing."""
         job_ids = [job_id for job_id in self.results if job_id not in self._flushed]
-        for start in range(0, len(job_ids), _PAGE):
-            self.final |= await self._stored(job_ids[start : start + _PAGE])
+        for start in range(0, len(job_ids), _PAGE_SIZE):
+            self.final |= await self._stored(job_ids[start : start + _PAGE_SIZE])
 
     async def _collect(self) -> None:
         """Reads the ends so far. Requeues jobs that have
@@ -359,7 +363,7 @@ class JobChaosRun:
             else:
                 self.forgotten.add(job_id)
                 del self.open[job_id]
-        self.outages.append((began, time.monotonic() + _AFTERMATH))
+        self.outages.append((began, time.monotonic() + _AFTERMATH_S))
 
     @staticmethod
     async def _synced(client: Redis) -> None:
@@ -381,7 +385,7 @@ class JobChaosRun:
         await self._retry(self._synced)
         await asyncio.to_thread(self._server.restart, signal.SIGKILL, down)
         self.faults["restart"] += 1
-        self.outages.append((began, time.monotonic() + _AFTERMATH))
+        self.outages.append((began, time.monotonic() + _AFTERMATH_S))
 
 
 def _code(result: JobResult) -> str:

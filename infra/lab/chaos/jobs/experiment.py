@@ -34,7 +34,7 @@ from infra.lab.figures import Say, silent
 from infra.local.servers import ValkeyServer
 
 #: Seconds in which all jobs have to end after the last kill.
-_PATIENCE = 60.0
+_SETTLE_TIMEOUT_S = 60.0
 
 
 def run(
@@ -53,7 +53,7 @@ def run(
     began = time.monotonic()
     with _run_folder(folder) as where, ValkeyServer(where / "valkey") as server:
         chaos_run = JobChaosRun(where, server, seed=seed, kills=kills, lease=lease, say=say)
-        asyncio.run(chaos_run.run(_PATIENCE + 3 * lease))
+        asyncio.run(chaos_run.run(_SETTLE_TIMEOUT_S + 3 * lease))
         say("jobs: comparing ledger and results")
         executions = ledger.read_executions(chaos_run.ledger)
         sent, ends = chaos_run.sent.values(), chaos_run.results
@@ -64,7 +64,7 @@ def run(
         again = ledger.reruns(executions, chaos_run.kills, chaos_run.outages, chaos_run.freezes)
         own = OwnTypesChaos(where, server.url, seed=seed, faults=own_faults, lease=lease, say=say)
         if own_faults:
-            findings += own.run(_PATIENCE + 3 * lease)
+            findings += own.run(_SETTLE_TIMEOUT_S + 3 * lease)
     harms = [finding.harm for finding in findings]
     unknown = sum(result.failure is not None for result in chaos_run.results.values())
     return {

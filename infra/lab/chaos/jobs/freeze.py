@@ -11,13 +11,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-#: Leases that a freeze lasts: too short for others to notice,
-#: or long enough that they take its jobs.
-_SHORT, _LONG = (0.1, 0.8), (1.4, 2.5)
-#: Leases that a runner lives on afterwards.
-_LIFE = (0.3, 1.5)
+#: Leases that a short freeze lasts (range): others do not notice it.
+_SHORT_FREEZE_LEASES = (0.1, 0.8)
+#: Leases that a long freeze lasts (range): others take the runner's jobs.
+_LONG_FREEZE_LEASES = (1.4, 2.5)
+#: Leases that a runner lives on afterwards (range).
+_LIFE_AFTER_LEASES = (0.3, 1.5)
 #: Seconds that a process may take to stop.
-_STOP = 5.0
+_STOP_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,11 @@ class FreezePlan:
 
 def plan_freeze(chance: random.Random, lease: float) -> FreezePlan:
     """Plans a freeze; `lease` is in seconds."""
-    shares = _LONG if chance.random() < 0.6 else _SHORT
+    shares = _LONG_FREEZE_LEASES if chance.random() < 0.6 else _SHORT_FREEZE_LEASES
     return FreezePlan(
         seconds=chance.uniform(*shares) * lease,
         children=chance.random() < 0.5,
-        life=chance.uniform(*_LIFE) * lease,
+        life=chance.uniform(*_LIFE_AFTER_LEASES) * lease,
     )
 
 
@@ -54,7 +55,7 @@ class FrozenProcess:
     async def begin(self, children: bool) -> None:
         """Returns once the process has stopped or ended."""
         _send(self._pidfd, signal.SIGSTOP)
-        until = time.monotonic() + _STOP
+        until = time.monotonic() + _STOP_TIMEOUT_S
         # Only its parent gets a signal, so this polls.
         while _state(self._pid) not in ("T", "Z", "X", "") and time.monotonic() < until:  # noqa: ASYNC110
             await asyncio.sleep(0.001)

@@ -14,7 +14,7 @@ from infra.lab.chaos.jobs.steps import RunnerStep
 from worker_runtime.jobs.protocol.messages import JobOutcomeUnknown, JobResult, JobStatus
 
 #: Seconds that two clocks of one host may differ when they are written down.
-_ROUNDED = 0.01
+_CLOCK_TOLERANCE_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ def begun_late(
     for run in executions:
         failure = results[run.job_id].failure if run.job_id in results else None
         if failure is not None and failure.code == JobOutcomeUnknown.code:
-            count += run.at + boot > results[run.job_id].finished_at_ms / 1000 + _ROUNDED
+            count += run.at + boot > results[run.job_id].finished_at_ms / 1000 + _CLOCK_TOLERANCE_S
     return count
 
 

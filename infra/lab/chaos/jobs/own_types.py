@@ -34,8 +34,8 @@ from worker_runtime.jobs.protocol.messages import Job
 
 APPLICATION = "chaos"
 TAG = job_keys.application_tag(APPLICATION)
-_RUNNERS = 3
-_UNDER_WAY = 30
+_MAX_LIVE_RUNNERS = 3
+_MAX_UNFINISHED_JOBS = 30
 _FUNCTIONS = ("again", "again", "never", "shared", "fail")
 #: What is killed or frozen, and how often compared with the others.
 _FAULTS = {"child": 4, "fork server": 3, "runner": 3, "frozen runner": 1, "frozen fork server": 1}
@@ -91,7 +91,7 @@ class OwnTypesChaos:
 
     def _keep_runners(self) -> None:
         self._runners = [runner for runner in self._runners if runner.poll() is None]
-        while len(self._runners) < _RUNNERS:
+        while len(self._runners) < _MAX_LIVE_RUNNERS:
             number = next(self._numbers)
             config = {
                 "name": f"own{number}",
@@ -126,7 +126,7 @@ class OwnTypesChaos:
         raise TimeoutError("no runner of own types has registered")
 
     def _enqueue(self, types: dict[str, Any]) -> None:
-        while len(self.sent) - len(self.ended) < _UNDER_WAY:
+        while len(self.sent) - len(self.ended) < _MAX_UNFINISHED_JOBS:
             function = self._chance.choice(_FUNCTIONS)
             job_id = f"own-{function}-{len(self.sent)}"
             arguments = {"ledger": str(self.ledger), "seconds": self._chance.uniform(0.0, 0.6)}

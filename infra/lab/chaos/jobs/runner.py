@@ -15,7 +15,7 @@ from infra.lab.chaos.jobs.freeze import FreezePlan, FrozenProcess
 from infra.lab.chaos.jobs.ledger import RunnerFreeze
 from infra.lab.chaos.jobs.steps import TRAPS, RunnerStep
 
-_CHUNK = 1 << 16
+_CHUNK_BYTES = 1 << 16
 
 
 class ProxiedRunner:
@@ -229,7 +229,7 @@ class _ProxyConnection:
 
     async def forward_requests(self, reader: asyncio.StreamReader) -> None:
         with contextlib.suppress(OSError):
-            while data := await reader.read(_CHUNK):
+            while data := await reader.read(_CHUNK_BYTES):
                 self._runner.releases += TRAPS[RunnerStep.RETURN_ASKED].matches(data)
                 step = self._runner.step
                 trap = TRAPS.get(step) if step is not None else None
@@ -250,7 +250,7 @@ class _ProxyConnection:
 
     async def forward_replies(self, reader: asyncio.StreamReader) -> None:
         with contextlib.suppress(OSError):
-            while data := await reader.read(_CHUNK):
+            while data := await reader.read(_CHUNK_BYTES):
                 step, self._step_asked = self._step_asked, None
                 if (
                     step is not None

@@ -15,7 +15,7 @@ from typing import Self
 from infra.lab.processes import send_signal
 
 #: Seconds: what a host without time synchronization is off after a month or two.
-OFF = 600
+CLOCK_OFFSET_S = 600
 
 #: The types of the C modules are changed in place, because others ask for them by name. Without the
 #: offset's file, and in all other processes, the hook does nothing.
@@ -62,6 +62,6 @@ class ApiClock:
         if not pids:
             return False
         half = lot * 2
-        self._file.write_text(str(OFF if half < 1.0 else -OFF))
+        self._file.write_text(str(CLOCK_OFFSET_S if half < 1.0 else -CLOCK_OFFSET_S))
         send_signal(signal.SIGKILL, pids[int(half % 1.0 * len(pids))])
         return True

@@ -19,7 +19,7 @@ from infra.exchange.records import Incident, IncidentKind, LedgerOrder, LedgerSe
 from worker_runtime.protocol.messages import OrderState
 
 #: Orders of the ledger may be many: the admin API answers with all of an account at once.
-_TIMEOUT = 60.0
+_LEDGER_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ async def read_books(database: Database, exchange_url: str, *, tags_only: bool =
             )
         }
     ours = [_ours(row) for row in rows]
-    async with ExchangeAdmin(exchange_url, timeout=_TIMEOUT) as exchange:
+    async with ExchangeAdmin(exchange_url, timeout=_LEDGER_TIMEOUT_S) as exchange:
         ledger, sessions = await exchange.ledger(), await exchange.sessions()
         if tags_only:
             ledger = [name_order(order, ours, epochs) for order in ledger]

@@ -29,13 +29,17 @@ from infra.local.process import ServerFailed
 #: Share of the exchange's calls that have a fault.
 #: Logins have fewer: each lost one costs a whole connect.
 FAULT_RATE = 0.02
-_RATES = {FaultPoint.LOST_LOGIN: 0.005, FaultPoint.LOST_PONG: 0.01, FaultPoint.EVENT_GAP: 0.005}
+_FAULT_RATES = {
+    FaultPoint.LOST_LOGIN: 0.005,
+    FaultPoint.LOST_PONG: 0.01,
+    FaultPoint.EVENT_GAP: 0.005,
+}
 #: Workers that are started at the same time, before the first fault.
-_STARTS_AT_ONCE = 6
+_MAX_CONCURRENT_STARTS = 6
 #: Seconds between two counts of the orders that are not settled.
-_POLL_PERIOD = 0.5
+_POLL_INTERVAL_S = 0.5
 #: A fault takes a thread while it starts a server.
-_THREADS = 24
+_MAX_THREADS = 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +90,7 @@ def start_workers(target: Target, users: Sequence[BenchUser]) -> None:
             finally:
                 connection.close()
 
-    with ThreadPoolExecutor(max_workers=_STARTS_AT_ONCE) as threads:
+    with ThreadPoolExecutor(max_workers=_MAX_CONCURRENT_STARTS) as threads:
         list(threads.map(one, users))
 
 
@@ -122,7 +126,7 @@ async def run_chaos(
     Raises `ServerFailed` when something that was killed cannot be started again.
     """
     loop = asyncio.get_running_loop()
-    loop.set_default_executor(ThreadPoolExecutor(max_workers=_THREADS))
+    loop.set_default_executor(ThreadPoolExecutor(max_workers=_MAX_THREADS))
     exchange_url = target.settings.exchange_admin_url
     async with ExchangeAdmin(exchange_url) as exchange:
         prices = {symbol: await exchange.price(symbol) for symbol in SYMBOLS}
@@ -173,7 +177,7 @@ async def _inject_exchange_faults(
     """Switches on all faults of the exchange, prices that move, and accounts of different kinds."""
     seed = chaos.seed
     chance = random.Random(f"accounts {seed}")  # noqa: S311 - how an account behaves is no secret
-    rates = {point: _RATES.get(point, FAULT_RATE) for point in FaultPoint}
+    rates = {point: _FAULT_RATES.get(point, FAULT_RATE) for point in FaultPoint}
     await exchange.set_fault_plan(FaultPlan(seed=seed, rates=rates))
     await exchange.set_walk(PriceWalk(seed=seed, every_ms=500, step=0.01))
     modes = (FillMode.IMMEDIATE, FillMode.IMMEDIATE, FillMode.DELAYED, FillMode.GRADUAL)
@@ -219,7 +223,7 @@ async def _wait_until_settled(target: Target, patience: float, say: Say) -> floa
             unsettled := await books.count_unsettled(database)
         ) and time.monotonic() - began < patience:
             say(f"chaos: over; {unsettled} orders are not settled yet")
-            await asyncio.sleep(_POLL_PERIOD)
+            await asyncio.sleep(_POLL_INTERVAL_S)
     finally:
         await database.close()
     return time.monotonic() - began

@@ -24,11 +24,12 @@ from worker_runtime.protocol.errors import (
 )
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES, OrderState
 
-#: Seconds the API may hold one call, and in which a client tries to get an answer to one order.
-WAIT = 10.0
-PATIENCE = 60.0
-#: … and between two attempts.
-PAUSE = 0.5
+#: Seconds the API may hold one call.
+CALL_TIMEOUT_S = 10.0
+#: Seconds in which a client tries to get an answer to one order.
+ORDER_TIMEOUT_S = 60.0
+#: Seconds between two attempts.
+RETRY_INTERVAL_S = 0.5
 #: At the broker, or an outcome that nobody knows yet: asking again would tell nothing new.
 _ANSWERED = FINAL_ORDER_STATES | {
     OrderState.SUBMITTED,
@@ -76,7 +77,7 @@ def open_http_client(url: str) -> httpx.AsyncClient:
     after the API should have."""
     return httpx.AsyncClient(
         base_url=url,
-        timeout=httpx.Timeout(WAIT + 5.0, connect=2.0),
+        timeout=httpx.Timeout(CALL_TIMEOUT_S + 5.0, connect=2.0),
         trust_env=False,
         limits=httpx.Limits(max_connections=None),
     )
@@ -93,8 +94,8 @@ class TradingClients:
         prices: Mapping[str, Decimal],
         *,
         operator_key: str,
-        patience: float = PATIENCE,
-        pause: float = PAUSE,
+        patience: float = ORDER_TIMEOUT_S,
+        pause: float = RETRY_INTERVAL_S,
         hooks: Mapping[str, SignalHook] | None = None,
     ) -> None:
         """Takes `operator_key`, an administrator's: a parked user cannot resume their own
@@ -112,7 +113,7 @@ class TradingClients:
             self._ask,
             self._record_order,
             self.counts,
-            wait=WAIT,
+            wait=CALL_TIMEOUT_S,
             patience=patience,
             pause=pause,
             hooks=hooks,
@@ -153,7 +154,7 @@ class TradingClients:
         await asyncio.gather(*(self._cancel(users[order.user_id], order) for order in working))
 
     async def _cancel(self, user: BenchUser, order: ClientOrder) -> None:
-        path = f"/v1/orders/{order.order_id}/cancel?wait={WAIT:g}"
+        path = f"/v1/orders/{order.order_id}/cancel?wait={CALL_TIMEOUT_S:g}"
         status, view = await self._ask("POST", path, user, {"request_id": "amid-a-flush"})
         if order_view := _order_in(status, view):
             self._record_order(user, order_view)
@@ -210,7 +211,7 @@ class TradingClients:
         order_view: dict[str, Any] | None = None
         loop = asyncio.get_running_loop()
         until = loop.time() + self._patience
-        path = f"/v1/users/{user.user_id}/orders?wait={WAIT:g}"
+        path = f"/v1/users/{user.user_id}/orders?wait={CALL_TIMEOUT_S:g}"
         while True:
             order.tries += 1
             status, view = await self._ask("POST", path, user, body)

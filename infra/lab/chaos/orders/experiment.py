@@ -35,18 +35,19 @@ from worker_runtime.protocol.requests import QuantityMeaning
 
 #: Seconds for everything to settle: verification waits a minute before it takes an order for
 #: absent, and checks a followed one at least once a minute.
-SETTLE = 300.0
-#: Share of the orders that the broker must settle, and that may need a person at most. Without
-#: these limits, to park every order would pass: it loses nothing.
-LEAST_BY_BROKER = 0.9
-MOST_ATTENTION = 0.01
-_POOL = 6
+SETTLE_TIMEOUT_S = 300.0
+#: Share of the orders that the broker must settle. Without this limit and the next, to park every
+#: order would pass: it loses nothing.
+MIN_SETTLED_BY_BROKER_SHARE = 0.9
+#: Share of the orders that may need a person.
+MAX_NEEDS_ATTENTION_SHARE = 0.01
+_POOL_SIZE = 6
 _ORCHESTRATORS = 2
 #: Seconds for an orchestrator to say that it is ready, on a host that is busy with all the rest: it
 #: works from the first second on, and one that is ended for its slowness begins from nothing.
-_ORCHESTRATOR_START = 300.0
+_ORCHESTRATOR_START_TIMEOUT_S = 300.0
 #: Findings whose orders are shown in full.
-_TRACED = 20
+_MAX_TRACED_FINDINGS = 20
 
 
 def run(
@@ -55,9 +56,9 @@ def run(
     users: int = 24,
     rate: float = 5.0,
     *,
-    server_every: float = schedule.SERVER_FAULT_EVERY,
-    patience: float = client.PATIENCE,
-    settle: float = SETTLE,
+    server_every: float = schedule.SERVER_FAULT_INTERVAL_S,
+    patience: float = client.ORDER_TIMEOUT_S,
+    settle: float = SETTLE_TIMEOUT_S,
     folder: Path | None = None,
     say: Say = silent,
     broker: str = "paper",
@@ -94,14 +95,16 @@ def run(
         if folder is None:
             folder = contexts.enter_context(own_folder())
         clock = contexts.enter_context(ApiClock.installed())
-        stack = LocalStack(folder, pool_target=_POOL, orchestrators=_ORCHESTRATORS, **overrides)
+        stack = LocalStack(
+            folder, pool_target=_POOL_SIZE, orchestrators=_ORCHESTRATORS, **overrides
+        )
         if broker == "shioaji":
             packages = contexts.enter_context(own_folder())
             contexts.enter_context(shioaji.on_python_path(packages))
             shioaji.write_package(packages, stack.settings.exchange_address)
         contexts.enter_context(stack)
         for orchestrator in stack.orchestrators:
-            orchestrator.start_timeout = _ORCHESTRATOR_START
+            orchestrator.start_timeout = _ORCHESTRATOR_START_TIMEOUT_S
         target = Target(stack)
         traders = target.make_users("chaos", users, broker=broker)
         if broker == "shioaji":
@@ -190,10 +193,10 @@ def broken(result: dict[str, Any]) -> list[str]:
         (result["unsettled"], "orders are neither final nor on a person's list"),
         (result["bans"], "the exchange banned somebody"),
         (
-            result["settled_by_broker"] < LEAST_BY_BROKER,
+            result["settled_by_broker"] < MIN_SETTLED_BY_BROKER_SHARE,
             "too few orders were settled by the broker",
         ),
-        (result["attention"] > MOST_ATTENTION, "too many orders need a person"),
+        (result["attention"] > MAX_NEEDS_ATTENTION_SHARE, "too many orders need a person"),
     )
     return [sentence for holds_not, sentence in rules if holds_not]
 
@@ -230,7 +233,7 @@ async def _traces(
 
 def _first_orders(findings: tuple[OrderFinding, ...]) -> list[str]:
     return list(dict.fromkeys(finding.order_id for finding in findings if finding.order_id))[
-        :_TRACED
+        :_MAX_TRACED_FINDINGS
     ]
 
 

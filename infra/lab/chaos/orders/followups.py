@@ -25,7 +25,7 @@ RecordAnswer = Callable[[BenchUser, dict[str, Any]], None]
 #: Seconds between the two signals of a pair.
 PAIR_PAUSE_S = 0.2
 #: How far a changed order's price is from its old one, as a share.
-_STEP = 0.01
+_PRICE_STEP_SHARE = 0.01
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def _change(shape: OrderShape, order: dict[str, Any]) -> dict[str, Any]:
     """Changes an order: fewer lots if there is more than one, else another price."""
     if shape.quantity > 1:
         return {"quantity": shape.quantity - 1}
-    away = -_STEP if shape.side is Side.BUY else _STEP
+    away = -_PRICE_STEP_SHARE if shape.side is Side.BUY else _PRICE_STEP_SHARE
     return {"price": f"{float(order['price']) * (1 + away):.2f}"}
 
 

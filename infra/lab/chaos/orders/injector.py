@@ -61,18 +61,19 @@ def promote_copy(valkey: ValkeyServer, made: Path) -> None:
 
 #: Seconds for which the broker's lists still lag after a rewind: longer than a new worker needs
 #: to log in.
-LISTS_LAG = 4.0
+LISTS_LAG_S = 4.0
 #: One user in three loses the worker in a rewind, and with a host.
-_WORKERS_LOST = 3
+_USERS_PER_LOST_WORKER = 3
 #: A host that is stopped comes back this many times a fault's `seconds` after marks have run out;
 #: keys of an account are rejected for as long.
-_AWAY = 4.0
+_AWAY_FACTOR = 4.0
 #: The flush comes this share of a fault's `seconds` (up to 3)
 #: after the cancels, which take some 30 ms.
-_CANCELS_TAKE = 0.02
-#: How often a start is tried, and the pause: a server that it needs may be down for a while.
-_STARTS = 10
-_PAUSE = 1.0
+_CANCELS_SHARE = 0.02
+#: Attempts of a start: a server that it needs may be down for a while.
+_MAX_START_ATTEMPTS = 10
+#: Seconds between two attempts of a start.
+_START_RETRY_INTERVAL_S = 1.0
 
 T = TypeVar("T")
 
@@ -186,7 +187,7 @@ class FaultInjector:
         return True
 
     def _lost_with_host(self, lot: float) -> Sequence[BenchUser]:
-        return self._users[int(lot * _WORKERS_LOST) :: _WORKERS_LOST]
+        return self._users[int(lot * _USERS_PER_LOST_WORKER) :: _USERS_PER_LOST_WORKER]
 
     async def _host(self, fault: PlannedFault) -> bool:
         pids: list[int] = []
@@ -195,7 +196,7 @@ class FaultInjector:
         if fault.kind is FaultKind.KILL:
             send_signal(signal.SIGKILL, *pids)
         else:
-            await self._freeze(pids, self._stack.settings.mark_ttl + _AWAY * fault.seconds)
+            await self._freeze(pids, self._stack.settings.mark_ttl + _AWAY_FACTOR * fault.seconds)
         return any(pids)
 
     async def _processes_of(self, user: BenchUser) -> WorkerProcesses:
@@ -233,7 +234,7 @@ class FaultInjector:
                     user.account_id, "another key", "another secret", user.user_id
                 )
                 await exchange.end_sessions(user.account_id)
-                await asyncio.sleep(_AWAY * seconds)
+                await asyncio.sleep(_AWAY_FACTOR * seconds)
             except ExchangeUnreachable:
                 return False
             finally:
@@ -299,7 +300,7 @@ class FaultInjector:
     async def _rewind(self, fault: PlannedFault) -> bool:
         """Leaves the last `seconds` known to the exchange alone, whose lists show them late."""
         valkey = self._stack.valkey
-        async with self._lists_lag(fault.seconds + LISTS_LAG) as lagging:
+        async with self._lists_lag(fault.seconds + LISTS_LAG_S) as lagging:
             copy = await asyncio.to_thread(copy_valkey_log, valkey) if lagging else None
             if copy is None:
                 return False
@@ -309,7 +310,7 @@ class FaultInjector:
                     send_signal(signal.SIGKILL, *(await self._processes_of(user)).all)
                 await asyncio.to_thread(promote_copy, valkey, copy)
                 await start_server(valkey)
-            await asyncio.sleep(LISTS_LAG)
+            await asyncio.sleep(LISTS_LAG_S)
         return True
 
     @contextlib.asynccontextmanager
@@ -353,7 +354,7 @@ class FaultInjector:
         """Sends all cancels at once, and flushes Valkey while they are under way."""
         cancels = asyncio.ensure_future(self._cancel_all())
         try:
-            await asyncio.sleep(seconds * _CANCELS_TAKE)
+            await asyncio.sleep(seconds * _CANCELS_SHARE)
             flushed = await asyncio.to_thread(self._flush)
             await cancels
         finally:
@@ -382,13 +383,13 @@ class FaultInjector:
 
 async def _retry_exchange_call(call: Callable[[], Awaitable[None]]) -> None:
     """Calls the exchange, again while it is away. Raises `ExchangeUnreachable` in the end."""
-    for tries_left in reversed(range(_STARTS)):
+    for tries_left in reversed(range(_MAX_START_ATTEMPTS)):
         try:
             await call()
         except ExchangeUnreachable:
             if not tries_left:
                 raise
-            await asyncio.sleep(_PAUSE)
+            await asyncio.sleep(_START_RETRY_INTERVAL_S)
         else:
             return
 
@@ -396,14 +397,14 @@ async def _retry_exchange_call(call: Callable[[], Awaitable[None]]) -> None:
 async def start_server(server: Server) -> None:
     """Starts a server unless it runs; again if what it needs is down.
     Raises `ServerFailed` in the end."""
-    for tries_left in reversed(range(_STARTS)):
+    for tries_left in reversed(range(_MAX_START_ATTEMPTS)):
         try:
             if not server.running:
                 await asyncio.to_thread(server.start)
         except ServerFailed:
             if not tries_left:
                 raise
-            await asyncio.sleep(_PAUSE)
+            await asyncio.sleep(_START_RETRY_INTERVAL_S)
         else:
             return
 

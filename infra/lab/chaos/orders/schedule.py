@@ -7,9 +7,10 @@ import random
 from dataclasses import dataclass
 from enum import StrEnum
 
-#: Seconds between two faults of our own processes, and of servers.
-FAULT_EVERY = 1.0
-SERVER_FAULT_EVERY = 20.0
+#: Seconds between two faults of our own processes.
+FAULT_INTERVAL_S = 1.0
+#: Seconds between two faults of servers.
+SERVER_FAULT_INTERVAL_S = 20.0
 
 
 class FaultTarget(StrEnum):
@@ -113,7 +114,7 @@ class PlannedFault:
 
 
 def plan_faults(
-    seed: int, seconds: float, server_every: float = SERVER_FAULT_EVERY
+    seed: int, seconds: float, server_every: float = SERVER_FAULT_INTERVAL_S
 ) -> list[PlannedFault]:
     """Plans all faults of a run of `seconds`, in order of time;
     a server's every `server_every` seconds."""
@@ -122,10 +123,10 @@ def plan_faults(
     faults = []
     deck: list[tuple[FaultTarget, FaultKind]] = []
     harder = False
-    at = FAULT_EVERY
+    at = FAULT_INTERVAL_S
     while at < seconds:
         faults.append(_process_fault(chance, at))
-        at += FAULT_EVERY
+        at += FAULT_INTERVAL_S
     at = server_every / 2
     while at < seconds:
         if not deck:

@@ -33,8 +33,8 @@ class FollowUp(StrEnum):
 
 
 #: How often each comes, of 20: after an order that rests, and after one that fills at once.
-_RESTING = {FollowUp.CANCEL: 12, FollowUp.REPLACE: 5, FollowUp.NOTHING: 3}
-_FILLING = {
+_RESTING_WEIGHTS = {FollowUp.CANCEL: 12, FollowUp.REPLACE: 5, FollowUp.NOTHING: 3}
+_FILLING_WEIGHTS = {
     FollowUp.NOTHING: 11,
     FollowUp.CLOSE: 2,
     FollowUp.EXIT: 1,
@@ -77,7 +77,7 @@ def plan_orders(seed: int, rate: float, seconds: float) -> Iterator[OrderShape]:
     for number in range(int(rate * seconds)):
         kind = chance.random()
         rests = kind >= 0.8
-        follow = _RESTING if rests else _FILLING
+        follow = _RESTING_WEIGHTS if rests else _FILLING_WEIGHTS
         yield OrderShape(
             number=number,
             at=number / rate,

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from sqlalchemy import text
 
-from api.http.middleware import MAX_BODY
+from api.http.middleware import MAX_BODY_BYTES
 from infra.database import accounts
 from infra.database.engine import Database
 from infra.settings import Settings
@@ -175,7 +175,7 @@ async def test_a_user_that_does_not_exist_is_not_found(api: ServedApi) -> None:
 
 
 async def test_a_body_over_64_kib_is_refused(api: ServedApi, user: httpx.AsyncClient) -> None:
-    answer = await user.post(f"/users/{api.user}/orders", content=b"{" + b" " * MAX_BODY)
+    answer = await user.post(f"/users/{api.user}/orders", content=b"{" + b" " * MAX_BODY_BYTES)
     assert (answer.status_code, answer.json()["code"]) == (413, "BODY_TOO_LARGE")
 
 

@@ -12,7 +12,7 @@ from uuid import UUID
 import httpx
 from sqlalchemy import update
 
-from api.orders.export import FEED_PAGE, OrderFeed
+from api.orders.export import FEED_PAGE_SIZE, OrderFeed
 from infra.database.models import Order
 from tests.support.api.operators import EVENT_TIMEOUT_S, OpenEventStream
 from tests.support.api.orders import record_order_state, write_orders
@@ -120,7 +120,7 @@ async def test_a_client_that_comes_back_misses_nothing_in_the_middle_of_a_batch(
 
 
 async def test_orders_beyond_a_page_and_those_changed_twice_are_sent_once(api: ServedApi) -> None:
-    made = await write_orders(api, FEED_PAGE + 20)
+    made = await write_orders(api, FEED_PAGE_SIZE + 20)
     feed = OrderFeed(api.services.database, api.user)
     begin = (await feed.current_event()).id
     for order_id in made:
@@ -128,7 +128,7 @@ async def test_orders_beyond_a_page_and_those_changed_twice_are_sent_once(api: S
     await record_order_state(api, made[0], state="filled")
     seen, last = [], begin
     while page := await feed.events_after(last):
-        assert len(page) <= FEED_PAGE
+        assert len(page) <= FEED_PAGE_SIZE
         seen += [json.loads(event.data) for event in page]
         last = page[-1].id
     assert [UUID(order["id"]) for order in seen] == [*made[1:], made[0]]

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from sqlalchemy import text
 
-from api.http.streams import MOST_OF_ONE
+from api.http.streams import MAX_STREAMS_PER_SUBJECT
 from tests.support.api.operators import EVENT_TIMEOUT_S, OpenEventStream, record_transitions
 from tests.support.systems.api import ServedApi, served
 from tests.support.waiting import until
@@ -167,7 +167,7 @@ async def test_a_client_that_goes_gives_its_place_back(api: ServedApi) -> None:
 async def test_too_many_streams_are_refused(api: ServedApi) -> None:
     async with served(api) as url, AsyncExitStack() as stack:
         held = []  # a stream that nobody holds is closed
-        for _ in range(MOST_OF_ONE):
+        for _ in range(MAX_STREAMS_PER_SUBJECT):
             held.append(await stack.enter_async_context(following(api, url)))
             await held[-1].event()
         refused = await stack.enter_async_context(following(api, url))

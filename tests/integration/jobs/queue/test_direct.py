@@ -85,7 +85,7 @@ def test_the_scripts_of_the_package_are_those_of_the_servers(jobs_distribution: 
     source = "".join((installed / name).read_text() for name in ("queue_lib.lua", "enqueue.lua"))
     assert source == direct._SCRIPT == job_scripts.ENQUEUE.source
     limits = (direct.MAX_JOB_BYTES, direct.BOOST_MS, direct.FIFO_QUEUE)
-    assert limits == (messages.MAX_JOB, messages.BOOST_MS, messages.FIFO_QUEUE)
+    assert limits == (messages.MAX_JOB_BYTES, messages.BOOST_MS, messages.FIFO_QUEUE)
 
 
 def test_a_job_is_what_the_api_would_enqueue(client: redis.Redis, producer: DirectProducer) -> None:

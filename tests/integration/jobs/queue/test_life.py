@@ -14,8 +14,8 @@ from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol import scripts as job_scripts
 from worker_runtime.jobs.protocol.messages import (
-    MAX_JOB,
-    RESULT_KEPT,
+    FLEET_RESULT_TTL_S,
+    MAX_JOB_BYTES,
     Job,
     JobResult,
     JobStatus,
@@ -255,7 +255,7 @@ def test_the_end_of_a_cancelled_job_of_the_fleet_outlasts_those_who_note_it(
     die(runner, harness.runner())
     for job_id in ("waiting", "reaped"):
         ttl = harness.client.execute("TTL", job_keys.result(FLEET, job_id))
-        assert ttl > RESULT_KEPT - 100
+        assert ttl > FLEET_RESULT_TTL_S - 100
 
 
 def test_a_waiting_and_a_delayed_job_are_cancelled_at_once(harness: QueueHarness) -> None:
@@ -329,7 +329,7 @@ def test_users_and_fleet_have_queues_of_their_own(harness: QueueHarness) -> None
         {"timeout": 0},
         {"delay": -1.0},
         {"attempts": 0},
-        {"args": msgspec.Raw(msgspec.json.encode("x" * MAX_JOB))},
+        {"args": msgspec.Raw(msgspec.json.encode("x" * MAX_JOB_BYTES))},
     ],
 )
 def test_what_no_runner_would_take_is_refused_at_once(fields: dict[str, object]) -> None:

@@ -13,7 +13,7 @@ from infra.local.servers import ValkeyServer
 from tests.support.systems.processes import alive
 from tests.support.waiting import eventually
 from tests.support.workers.harness import WorkerHarness
-from worker_runtime.process.shared_state import KILL_MARGIN
+from worker_runtime.process.shared_state import KILL_MARGIN_S
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.launch import ExitCode
 
@@ -101,7 +101,7 @@ def test_a_worker_without_renewals_closes_before_its_lease_ends_and_comes_back(
     worker = harness.active(mark_ttl=SHORT, mark_period=0.3)
     harness.client.execute("DEL", keys.owner(harness.user))
     eventually(lambda: worker.logged("lease_ending"), "the session has seen the end of the lease")
-    assert worker.logged("lease_ending")[0]["left"] > KILL_MARGIN
+    assert worker.logged("lease_ending")[0]["left"] > KILL_MARGIN_S
     eventually(lambda: worker.ledger("close"), "the broker session is closed")
     order = harness.order()
     harness.enqueue(order)
@@ -144,7 +144,7 @@ def test_a_frozen_server_parks_a_session_that_has_something_to_tell_and_kills_no
     try:
         worker.tell_broker("gate")
         eventually(lambda: len(worker.ledger("close")) == 2, "both broker sessions are closed")
-        assert worker.logged("lease_ending")[0]["left"] > KILL_MARGIN
+        assert worker.logged("lease_ending")[0]["left"] > KILL_MARGIN_S
     finally:
         os.kill(own_server.pid, signal.SIGCONT)
     assert harness.answer(order.request_id).failure is None

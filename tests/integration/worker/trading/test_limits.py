@@ -387,8 +387,8 @@ def limiter_of(harness: WorkerHarness, worker_id: str, epoch: int) -> SharedRate
     return SharedRateLimiter(harness.client, config, shared_state, Log("ERROR"))
 
 
-def test_e_a_suspension_outlives_the_worker_that_met_it(harness: WorkerHarness) -> None:
-    """Sinotrade's manual: a minute without calls; each call during a suspension may extend it."""
+def test_e_a_pause_outlives_the_worker_that_met_it(harness: WorkerHarness) -> None:
+    """Sinotrade's manual: a minute without calls; each call during a pause may extend it."""
 
     def account_of(name: str, budget: str = "person") -> OpenedAccount:
         key = ConnectionKey("shioaji", "stock", False, name)
@@ -396,7 +396,7 @@ def test_e_a_suspension_outlives_the_worker_that_met_it(harness: WorkerHarness) 
 
     first, successor = limiter_of(harness, "w1", 1), limiter_of(harness, "w2", 2)
     first.connect(account_of("a1"), lambda: 0.0)
-    first.note_suspension(account_of("a1"), 60.0)
+    first.note_pause(account_of("a1"), 60.0)
     for limiter, name in ((successor, "a1"), (successor, "a2"), (first, "a1")):
         with pytest.raises(LoginLimited) as caught:
             limiter.connect(account_of(name), lambda: 0.0)

@@ -12,7 +12,7 @@ from tests.support.message_signing import switch_args
 from tests.support.proxies.valkey_wire import ValkeyWire
 from tests.support.workers.harness import WorkerHarness
 from tests.support.workers.process import PATIENCE
-from worker_runtime.process.clock import SECOND, boot_ns
+from worker_runtime.process.clock import NS_PER_S, boot_ns
 from worker_runtime.process.log import Log
 from worker_runtime.process.mark import WorkerMark
 from worker_runtime.process.shared_state import SharedState
@@ -156,7 +156,7 @@ def test_the_lease_runs_from_before_the_renewal_was_sent(
     outcome, lease_end = mark.renew(client)
     assert outcome == "ok"
     # The reply took 0.3 s: the lease does not run from its arrival.
-    assert before <= lease_end - 10 * SECOND <= boot_ns() - 0.3 * SECOND
+    assert before <= lease_end - 10 * NS_PER_S <= boot_ns() - 0.3 * NS_PER_S
 
 
 def test_a_late_reply_is_never_taken_for_the_next_one(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from worker_runtime.jobs.prefetch import (
-    BRIEF_RUNTIME,
-    MAX_PREFETCH_WAIT,
+    MAX_BRIEF_RUNTIME_S,
+    PREFETCH_TIMEOUT_S,
     PrefetchedJobs,
     RuntimeEstimate,
 )
@@ -16,7 +16,7 @@ from worker_runtime.jobs.queue import ClaimedJob
 
 def add_quick_runs(estimate: RuntimeEstimate, name: str = "n", times: int = 20) -> None:
     for _ in range(times):
-        estimate.add_run(name, BRIEF_RUNTIME / 10)
+        estimate.add_run(name, MAX_BRIEF_RUNTIME_S / 10)
 
 
 def test_a_type_is_brief_after_some_quick_runs_and_not_before() -> None:
@@ -58,18 +58,18 @@ def prefetched_jobs(*fences: int) -> PrefetchedJobs:
 
 def test_prefetched_jobs_start_in_the_order_of_their_claims_and_keep_waiting() -> None:
     jobs = prefetched_jobs(1, 2)
-    time.sleep(MAX_PREFETCH_WAIT)
+    time.sleep(PREFETCH_TIMEOUT_S)
     first = jobs.pop_next()
     assert first.claimed.fence == 1
-    assert first.waited_ms() >= 100 + MAX_PREFETCH_WAIT * 1000
+    assert first.waited_ms() >= 100 + PREFETCH_TIMEOUT_S * 1000
     assert jobs.fences() == {2}
 
 
 def test_jobs_that_have_waited_for_too_long_are_released_and_do_not_start() -> None:
     jobs = prefetched_jobs(1, 2)
-    assert 0 < jobs.seconds_until_due() <= MAX_PREFETCH_WAIT
+    assert 0 < jobs.seconds_until_due() <= PREFETCH_TIMEOUT_S
     assert jobs.may_start()
-    time.sleep(MAX_PREFETCH_WAIT)
+    time.sleep(PREFETCH_TIMEOUT_S)
     assert [waiting_job.claimed.fence for waiting_job in jobs.to_release()] == [1, 2]
     assert not jobs.may_start()
     assert jobs.seconds_until_due() > 3600

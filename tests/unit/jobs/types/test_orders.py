@@ -79,9 +79,9 @@ def test_as_many_orders_as_fit_come_back_as_a_result_that_fits() -> None:
     rows = [row(n, id=f"{n * 7919**8 % 16**32:032x}") for n in range(700)]
     assert unpack_orders(pack_orders(rows)) == rows
     made = export_orders(ExportOrders(user_id="alice", orders=pack_orders(rows)), CONTEXT)
-    assert len(msgspec.json.encode(made)) < job_messages.MAX_RESULT - 4096
+    assert len(msgspec.json.encode(made)) < job_messages.MAX_RESULT_BYTES - 4096
     job = catalog.make_job("j", ExportOrders(user_id="alice", orders=pack_orders(rows)))
-    assert len(job_messages.encode_job(job)) <= job_messages.MAX_JOB
+    assert len(job_messages.encode_job(job)) <= job_messages.MAX_JOB_BYTES
     with pytest.raises(TooManyOrders):
         pack_orders([row(n, id=f"{n * 7919**8 % 16**32:032x}") for n in range(3000)])
 

@@ -9,14 +9,14 @@ import time
 import pytest
 
 from worker_runtime.process import kernel
-from worker_runtime.process.clock import SECOND
+from worker_runtime.process.clock import NS_PER_S
 from worker_runtime.process.shared_state import SharedState
 from worker_runtime.process.supervisor import PulseWatch
 
 
 class PulseClock:
     def __init__(self) -> None:
-        self.now = 1000 * SECOND
+        self.now = 1000 * NS_PER_S
 
     def __call__(self) -> int:
         return self.now
@@ -31,7 +31,7 @@ def watch(
     def waited(pid: int) -> float:
         """Returns `host_wait`: for how many seconds of each the session waits for a CPU; infinite:
         for a disk."""
-        return math.inf if math.isinf(host_wait) else clock.now / SECOND * host_wait
+        return math.inf if math.isinf(host_wait) else clock.now / NS_PER_S * host_wait
 
     return clock, shared_state, PulseWatch(shared_state, timeout, clock, waited)
 
@@ -42,17 +42,17 @@ def found_frozen(
     """Checks every `step` seconds; returns after how many the session was frozen, or None if it was
     not within `seconds`."""
     began = clock.now
-    while clock.now < began + seconds * SECOND:
-        clock.now += int(step * SECOND)
+    while clock.now < began + seconds * NS_PER_S:
+        clock.now += int(step * NS_PER_S)
         if watch.is_frozen():
-            return (clock.now - began) / SECOND
+            return (clock.now - began) / NS_PER_S
     return None
 
 
 def test_a_session_that_pulses_is_alive() -> None:
     clock, shared_state, pulse = watch()
     for _ in range(100):
-        clock.now += SECOND
+        clock.now += NS_PER_S
         shared_state.pulse = clock.now
         assert not pulse.is_frozen()
 
@@ -65,14 +65,14 @@ def test_a_session_without_a_pulse_is_frozen_after_the_timeout_and_not_before() 
 def test_the_time_counts_from_the_pulse_and_not_from_the_check_that_found_it() -> None:
     clock, shared_state, pulse = watch()
     assert not pulse.is_frozen()
-    shared_state.pulse = clock.now + SECOND // 10  # right after the check
+    shared_state.pulse = clock.now + NS_PER_S // 10  # right after the check
     assert found_frozen(clock, pulse, 60.0, step=0.1) == pytest.approx(10.1, abs=0.15)
     assert pulse.seconds_until_frozen() > 9.0
 
 
 def test_a_broker_call_within_its_limit_is_not_a_missing_pulse() -> None:
     clock, shared_state, pulse = watch()
-    shared_state.busy_until = clock.now + 60 * SECOND
+    shared_state.busy_until = clock.now + 60 * NS_PER_S
     assert found_frozen(clock, pulse, 60.0) is None
     assert found_frozen(clock, pulse, 60.0) == 10.0
 
@@ -83,11 +83,11 @@ def test_a_host_that_was_frozen_is_not_the_sessions_fault(pause: float, since: f
     """Whatever the last check saw, the session has a second of its own before it counts as
     frozen."""
     clock, shared_state, pulse = watch(timeout=3.0)
-    clock.now += int(since * SECOND)
+    clock.now += int(since * NS_PER_S)
     assert not pulse.is_frozen()
-    clock.now += int(pause * SECOND)
+    clock.now += int(pause * NS_PER_S)
     assert not pulse.is_frozen()
-    clock.now += SECOND - 1
+    clock.now += NS_PER_S - 1
     assert not pulse.is_frozen()
     shared_state.pulse = clock.now
     assert found_frozen(clock, pulse, 60.0) == 3.0
@@ -95,7 +95,7 @@ def test_a_host_that_was_frozen_is_not_the_sessions_fault(pause: float, since: f
 
 def test_a_session_that_stays_frozen_after_a_stall_of_the_host_is_found() -> None:
     clock, _, pulse = watch(timeout=3.0)
-    clock.now += 3600 * SECOND
+    clock.now += 3600 * NS_PER_S
     assert not pulse.is_frozen()
     assert found_frozen(clock, pulse, 60.0) == 3.0
 
@@ -131,7 +131,7 @@ def test_each_missing_pulse_is_reported_once_and_a_fresh_session_starts_anew() -
 def test_a_call_says_how_long_it_may_take_and_pulses_when_it_is_over() -> None:
     shared_state, before = SharedState(), time.monotonic_ns()
     with shared_state.busy(500.0):
-        assert 400 * SECOND < shared_state.busy_until - time.monotonic_ns() <= 500 * SECOND
+        assert 400 * NS_PER_S < shared_state.busy_until - time.monotonic_ns() <= 500 * NS_PER_S
     assert shared_state.busy_until == 0
     assert before <= shared_state.pulse <= time.monotonic_ns()
 

@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from worker_runtime.process.clock import SECOND, boot_ns
+from worker_runtime.process.clock import NS_PER_S, boot_ns
 from worker_runtime.process.shared_state import (
-    LEASE_MARGIN,
+    LEASE_MARGIN_S,
     NO_KEYS,
     Lease,
     SharedState,
@@ -86,9 +86,9 @@ def test_a_lease_is_usable_until_its_margin() -> None:
     began = boot_ns()
     shared_state.lease_supervisor = lease_end_of(began, 30.0)
     usable = lease.usable()
-    passed = (boot_ns() - began) / SECOND
-    assert 30.0 - LEASE_MARGIN - passed - 0.001 < usable <= 30.0 - LEASE_MARGIN
-    shared_state.lease_supervisor = boot_ns() + int((LEASE_MARGIN - 0.1) * SECOND)
+    passed = (boot_ns() - began) / NS_PER_S
+    assert 30.0 - LEASE_MARGIN_S - passed - 0.001 < usable <= 30.0 - LEASE_MARGIN_S
+    shared_state.lease_supervisor = boot_ns() + int((LEASE_MARGIN_S - 0.1) * NS_PER_S)
     assert lease.usable() < 0 < lease.remaining_s()
 
 

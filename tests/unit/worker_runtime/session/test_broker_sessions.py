@@ -8,9 +8,9 @@ from threading import Barrier, BrokenBarrierError
 from tests.support.brokers.fake import FakeBroker, FakeMarket
 from tests.support.brokers.rate_limiters import UnlimitedRateLimiter
 from worker_runtime.brokers.port import ConnectionKey, OnOrderChanged
-from worker_runtime.process.clock import SECOND, boot_ns
+from worker_runtime.process.clock import NS_PER_S, boot_ns
 from worker_runtime.process.log import Log
-from worker_runtime.process.shared_state import LEASE_MARGIN, Lease, SharedState
+from worker_runtime.process.shared_state import LEASE_MARGIN_S, Lease, SharedState
 from worker_runtime.protocol.messages import Credentials
 from worker_runtime.trading.account_session import OpenedAccount
 from worker_runtime.trading.broker_sessions import BrokerSessions
@@ -42,7 +42,7 @@ class SlowToClose(FakeBroker):
 
 def test_all_sessions_are_closed_at_once_and_the_board_says_so_afterwards() -> None:
     market, shared_state, together = FakeMarket(), SharedState(), Barrier(len(NAMES))
-    shared_state.lease_session = boot_ns() + 30 * SECOND
+    shared_state.lease_session = boot_ns() + 30 * NS_PER_S
 
     def factory(key: ConnectionKey, client: str, on_order: OnOrderChanged) -> SlowToClose:
         return SlowToClose(market, key, client, on_order, together)
@@ -80,9 +80,9 @@ def test_all_sessions_are_closed_at_once_and_the_board_says_so_afterwards() -> N
 def test_a_wait_for_valkey_ends_with_the_usable_lease_while_a_broker_session_is_open() -> None:
     shared_state = SharedState()
     lease = Lease(shared_state)
-    shared_state.lease_session = boot_ns() + 60 * SECOND
+    shared_state.lease_session = boot_ns() + 60 * NS_PER_S
     assert lease.wait_limit() > 1_000_000
     shared_state.broker_open = 1
-    assert 60.0 - LEASE_MARGIN - 30.0 < lease.wait_limit() <= 60.0 - LEASE_MARGIN
-    shared_state.lease_session = boot_ns() + 3 * SECOND
+    assert 60.0 - LEASE_MARGIN_S - 30.0 < lease.wait_limit() <= 60.0 - LEASE_MARGIN_S
+    shared_state.lease_session = boot_ns() + 3 * NS_PER_S
     assert lease.wait_limit() == 0.1

@@ -22,7 +22,7 @@ from worker_runtime.protocol.errors import (
     RateLimited,
 )
 from worker_runtime.protocol.instruments import (
-    MAX_PAGE,
+    MAX_INSTRUMENTS_PER_PAGE,
     MAX_PAGE_BYTES,
     Instrument,
     InstrumentKind,
@@ -145,7 +145,7 @@ def test_a_page_has_what_was_asked_for_and_fits_into_a_message() -> None:
     pages = all_pages(lists)
     assert len(codes(*pages)) == 250
     for page in pages:
-        assert len(page.instruments) < MAX_PAGE
+        assert len(page.instruments) < MAX_INSTRUMENTS_PER_PAGE
         assert len(encode(page)) < MAX_PAGE_BYTES + 1024
         answer = encode(Answer(request_id="r", instruments=page))
         assert decode(answer, Answer).instruments == page

@@ -14,7 +14,7 @@ from tests.support.brokers.market_connections import MarketConnections
 from tests.support.brokers.rate_limiters import UnlimitedRateLimiter
 from tests.support.orders import limit_order
 from worker_runtime.brokers.port import Broker, ConnectionKey, OnOrderChanged
-from worker_runtime.process.clock import SECOND
+from worker_runtime.process.clock import NS_PER_S
 from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import Lease
 from worker_runtime.protocol.broker_record import QuantityChange
@@ -79,7 +79,7 @@ def test_a_change_costs_what_the_broker_counts_for_it(
     unused: Any = None  # a smaller quantity asks no switch
     changer = OrderChanger(calls, OrderTracker(1, lambda event: None, log), unused)
     taken = connections.market.take("a1", resting())
-    item = QueueItem("request", b"", time.monotonic_ns() + 30 * SECOND, "g")
+    item = QueueItem("request", b"", time.monotonic_ns() + 30 * NS_PER_S, "g")
     words: dict[str, Any] = {
         "request_id": "r",
         "order_id": "o",

@@ -19,7 +19,7 @@ from worker_runtime.protocol.messages import Credentials
 from worker_runtime.protocol.scripts import Script
 from worker_runtime.trading.account_session import OpenedAccount
 from worker_runtime.trading.rate_limiter import (
-    GRANT_LIFETIME,
+    GRANT_LIFETIME_S,
     CallKind,
     CountUnavailable,
     SharedRateLimiter,
@@ -125,13 +125,13 @@ def test_a_grant_is_void_after_its_lifetime() -> None:
     limiter = spend_orders(GrantingValkey(), 1)
     assert limiter.grant_is_fresh()
     granted = time.monotonic()
-    while time.monotonic() - granted < GRANT_LIFETIME:
+    while time.monotonic() - granted < GRANT_LIFETIME_S:
         time.sleep(0.01)
     assert not limiter.grant_is_fresh()
 
 
 def test_a_grant_whose_reply_took_too_long_is_void() -> None:
-    assert not spend_orders(GrantingValkey(GRANT_LIFETIME), 1).grant_is_fresh()
+    assert not spend_orders(GrantingValkey(GRANT_LIFETIME_S), 1).grant_is_fresh()
 
 
 def test_no_two_calls_share_an_id() -> None:

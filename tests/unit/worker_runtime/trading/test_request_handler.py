@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.support.message_signing import SECRETS
 from tests.support.orders.limit_order import ORDER
-from worker_runtime.process.clock import SECOND
+from worker_runtime.process.clock import NS_PER_S
 from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import SharedState, WorkerActivity
 from worker_runtime.protocol.messages import (
@@ -70,7 +70,7 @@ def test_an_answer_is_logged_once_and_not_before_it_can_be_sent() -> None:
     )
     mac = sign_request(SECRETS.request_keys("u1"), "u1", "r1", 1, encode(ORDER))
     raw = f"1|r1|{mac}|".encode() + encode(ORDER)
-    request_handler.handle(QueueItem("request", raw, time.monotonic_ns() + SECOND, "g1"))
+    request_handler.handle(QueueItem("request", raw, time.monotonic_ns() + NS_PER_S, "g1"))
     assert [answer.request_id for answer in send_buffer.waiting] == ["r1"]
     os.write(writer, b"sent\n")  # here the send buffer is flushed
     request_handler.log_answer()

@@ -11,7 +11,7 @@
 -- ARGV[6] the count that the caller knows, as in spend_budget.lua
 -- ARGV[7] '1': as far as the caller knows, this owner has never made a call, as in spend_budget.lua
 --
--- None is taken during a pause that the broker has asked for (suspend_logins.lua).
+-- None is taken during a pause that the broker has asked for (note_pause.lua).
 -- A connection that another holder has goes over to the new one: the caller names it by user and account, and
 -- a user has one owner at a time. Idempotent. Returns as spend_budget.lua does.
 local time = redis.call('TIME')
@@ -32,8 +32,8 @@ for _, ended in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now)) do
   redis.call('ZREM', KEYS[2], ended)
   redis.call('HDEL', KEYS[3], ended)
 end
-local quiet_until = tonumber(count[4] or '0')
-if quiet_until > now then return {0, quiet_until - now, id} end
+local paused_until = tonumber(count[4] or '0')
+if paused_until > now then return {0, paused_until - now, id} end
 if not redis.call('ZSCORE', KEYS[2], ARGV[1]) then
   if whole ~= '1' and ARGV[6] ~= id and now < born + ARGV[5] then return {0, born + ARGV[5] - now, id} end
   if redis.call('ZCARD', KEYS[2]) >= tonumber(ARGV[4]) then

@@ -118,22 +118,22 @@ def unmark(config: WorkerConfig, user_id: str, epoch: int) -> SimulatedCall:
 
 
 #: Seconds of one blocking wait. Long, so that thousands of idle workers ask for little.
-_BLOCK = 240.0
+_BLOCK_TIMEOUT_S = 240.0
 #: Workers that wait at once: Valkey's own limit is 10,000 connections.
-_WAITING_MAX = 9000
+_MAX_WAITING_WORKERS = 9000
 #: Connections for everything else; who comes when all are taken waits for one.
-_COMMANDS = 32
+_MAX_COMMAND_CONNECTIONS = 32
 
 
 class SimulatedConnections:
     """Shared by all workers of the node, or one worker's own.
     Calls raise `RedisError` or `OSError`."""
 
-    def __init__(self, url: str, commands: int = _COMMANDS) -> None:
+    def __init__(self, url: str, commands: int = _MAX_COMMAND_CONNECTIONS) -> None:
         self._client: Any = valkey.connect_valkey(url, max_connections=2 * commands)
         self._turn = asyncio.Semaphore(commands)
         self._waiting: Any = valkey.connect_valkey(
-            url, socket_timeout=_BLOCK + 30.0, max_connections=_WAITING_MAX
+            url, socket_timeout=_BLOCK_TIMEOUT_S + 30.0, max_connections=_MAX_WAITING_WORKERS
         )
 
     async def close(self) -> None:
@@ -172,5 +172,5 @@ class SimulatedConnections:
     async def take(self, *lists: str) -> tuple[str, bytes] | None:
         """Pops from the first of these lists that has something:
         (list, item), or None after a long wait."""
-        popped = await self._waiting.blpop(list(lists), _BLOCK)
+        popped = await self._waiting.blpop(list(lists), _BLOCK_TIMEOUT_S)
         return None if popped is None else (popped[0].decode(), popped[1])

@@ -25,11 +25,11 @@ from infra.worker_task import LaunchFailed, Task, TaskExit, worker_exit
 from worker_runtime.protocol.launch import ExitCode
 
 #: Seconds between two checks of what is due; a renewal is late by no more.
-_TICK = 0.1
+_CHECK_INTERVAL_S = 0.1
 #: Renewals in one round trip.
-_BATCH = 500
+_MAX_RENEWALS_PER_BATCH = 500
 #: Seconds until failed renewals are tried again.
-_RENEWAL_RETRY = 1.0
+_RETRY_INTERVAL_S = 1.0
 
 log = structlog.get_logger()
 
@@ -52,7 +52,7 @@ class SimulatedMarkRenewer:
     async def run(self) -> None:
         """Runs until cancelled."""
         while True:
-            await asyncio.sleep(_TICK)
+            await asyncio.sleep(_CHECK_INTERVAL_S)
             while batch := self._take():
                 await self._renew(batch)
 
@@ -62,7 +62,7 @@ class SimulatedMarkRenewer:
     def _take(self) -> list[SimulatedWorker]:
         now = time.monotonic()
         batch: list[SimulatedWorker] = []
-        while self._due and self._due[0][0] <= now and len(batch) < _BATCH:
+        while self._due and self._due[0][0] <= now and len(batch) < _MAX_RENEWALS_PER_BATCH:
             worker = heapq.heappop(self._due)[2]
             if worker in self._workers:
                 batch.append(worker)
@@ -82,7 +82,7 @@ class SimulatedMarkRenewer:
         except (RedisError, OSError) as error:
             log.warning("simulated.renewals_failed", count=len(batch), error=type(error).__name__)
             for worker in batch:
-                self._plan(worker, _RENEWAL_RETRY)
+                self._plan(worker, _RETRY_INTERVAL_S)
             return
         for worker, reply in zip(batch, replies, strict=True):
             self._plan(worker, worker.config.mark_period)

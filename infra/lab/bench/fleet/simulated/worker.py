@@ -74,7 +74,7 @@ class SimulatedBehaviour:
 log = structlog.get_logger()
 
 #: Seconds until a worker tries again what Valkey did not answer.
-_RETRY = 1.0
+_RETRY_INTERVAL_S = 1.0
 
 
 class _RequestHeader(msgspec.Struct):
@@ -219,7 +219,7 @@ class SimulatedWorker:
                 log.warning(
                     "simulated.waits", worker=self.config.worker_id, error=type(error).__name__
                 )
-                await asyncio.sleep(_RETRY)
+                await asyncio.sleep(_RETRY_INTERVAL_S)
 
     async def _handle_control(self, data: bytes) -> None:
         try:
@@ -287,7 +287,7 @@ class SimulatedWorker:
     async def _push_reply(self, claim_id: str, reply: ClaimReply) -> None:
         key = keys.pool_reply(self.config.pool, self.config.worker_id, claim_id)
         proven = sealing.prove_reply(reply, self.config.launch_token)
-        await self.link.execute(("RPUSH", key, proven), ("EXPIRE", key, keys.CLAIM_TTL))
+        await self.link.execute(("RPUSH", key, proven), ("EXPIRE", key, keys.CLAIM_TTL_S))
 
     # --- work of an active one --------------------------------------------------------------------
 
@@ -361,14 +361,14 @@ class SimulatedWorker:
         call = SimulatedCall(
             ANSWER,
             keys.answering(claim.user_id, asked.request_id),
-            [item, answer, keys.ANSWER_TTL, asked.reply_to],
+            [item, answer, keys.ANSWER_TTL_S, asked.reply_to],
         )
         while True:
             try:
                 await self.link.run(call)
                 return
             except (RedisError, OSError):  # may be repeated
-                await asyncio.sleep(_RETRY)
+                await asyncio.sleep(_RETRY_INTERVAL_S)
 
     # --- its end ----------------------------------------------------------------------------------
 

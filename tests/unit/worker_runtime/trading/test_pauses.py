@@ -1,4 +1,4 @@
-"""A session is silent for a while after the broker has suspended its person, or refused its SDK."""
+"""A session makes no call in a pause that the broker asked for, or after its SDK was refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.support.brokers.fake import FakeBroker, FakeMarket
 from tests.support.brokers.market_connections import MarketConnections
 from tests.support.brokers.rate_limiters import UnlimitedRateLimiter
 from worker_runtime.brokers.port import ConnectionKey
-from worker_runtime.process.clock import SECOND, Backoff, boot_ns
+from worker_runtime.process.clock import NS_PER_S, Backoff, boot_ns
 from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import Lease, SharedState, health_text
 from worker_runtime.protocol.errors import (
@@ -19,11 +19,11 @@ from worker_runtime.protocol.errors import (
     OrderRejected,
 )
 from worker_runtime.protocol.messages import Credentials
-from worker_runtime.trading.account_session import MAX_PAUSE_S, OpenedAccount, note_cool_down
+from worker_runtime.trading.account_session import MAX_PAUSE_S, OpenedAccount, apply_min_pause
 from worker_runtime.trading.login_attempts import LoginAttempts
 
 
-def suspended() -> MarketConnections:
+def paused() -> MarketConnections:
     connections = MarketConnections("a1").connected()
     connections.faults["a1"] = LoginLimited("503", retry_after=60.0)
     connections.end_sessions()
@@ -39,8 +39,8 @@ def test_e_a_pause_that_the_broker_asked_for_is_kept_in_full() -> None:
     assert backoff.seconds_until_due() <= 1.0
 
 
-def test_e_a_suspended_account_logs_in_once_a_minute_at_most() -> None:
-    connections = suspended()
+def test_e_an_account_in_a_pause_logs_in_once_a_minute_at_most() -> None:
+    connections = paused()
     before = len(connections.logins)
     for _ in range(5):
         with pytest.raises(LoginLimited) as caught:
@@ -54,8 +54,8 @@ def test_e_a_suspended_account_logs_in_once_a_minute_at_most() -> None:
     assert len(connections.logins) == before + 1
 
 
-def test_e_the_pause_of_a_suspension_that_lasts_doubles_up_to_a_bound() -> None:
-    session = suspended().broker_sessions.session("a1")
+def test_e_a_pause_that_the_broker_repeats_doubles_up_to_a_bound() -> None:
+    session = paused().broker_sessions.session("a1")
     pauses = []
     for _ in range(7):
         session.failed(LoginLimited("503", retry_after=60.0))
@@ -99,11 +99,11 @@ def test_e_an_sdk_that_the_broker_refuses_is_shown_by_a_code_of_its_own() -> Non
 def noted(connections: MarketConnections) -> list[tuple[str, float]]:
     limiter = connections.broker_sessions.rate_limiter
     assert isinstance(limiter, UnlimitedRateLimiter)
-    return limiter.suspensions
+    return limiter.pauses
 
 
 def test_e_a_pause_that_a_login_or_a_ping_meets_is_noted_for_the_person() -> None:
-    connections = suspended()
+    connections = paused()
     with pytest.raises(LoginLimited):
         connections.broker_sessions.ensure_session("a1", 5.0)
     assert noted(connections) == [("a1", 60.0)]
@@ -138,7 +138,7 @@ def key_of(broker: str) -> ConnectionKey:
 def test_a_ban_lasts_at_least_as_long_as_the_brokers_record_says(
     broker: str, error: BerthError, pause: float | None
 ) -> None:
-    note_cool_down(key_of(broker), error)
+    apply_min_pause(key_of(broker), error)
     assert error.retry_after == pause
 
 
@@ -149,7 +149,7 @@ class BanningBroker(FakeBroker):
 
 def test_a_login_that_meets_a_ban_is_silent_as_long_as_the_record_says() -> None:
     market, state = FakeMarket(), SharedState()
-    state.lease_session = boot_ns() + 60 * SECOND
+    state.lease_session = boot_ns() + 60 * NS_PER_S
     attempts = LoginAttempts(
         lambda: lambda key, client, on_order: BanningBroker(market, "a1", client, on_order),
         client="w",
@@ -165,7 +165,7 @@ def test_a_login_that_meets_a_ban_is_silent_as_long_as_the_record_says() -> None
 
 
 @pytest.mark.parametrize("error", [BrokerVersionRefused(retry_after=3600.0), LoginLimited("451")])
-def test_e_an_old_version_and_a_sixth_connection_suspend_nobody(error: LoginLimited) -> None:
+def test_e_an_old_version_and_a_sixth_connection_pause_nobody(error: LoginLimited) -> None:
     connections = MarketConnections("a1").connected()
     connections.faults["a1"] = error
     connections.end_sessions()

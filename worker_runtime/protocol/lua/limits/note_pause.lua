@@ -11,9 +11,9 @@ local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local first, longest = math.min(tonumber(ARGV[1]), 3600000), math.min(tonumber(ARGV[2]), 3600000)
 local known = redis.call('HMGET', KEYS[1], 'quiet_until', 'quiet_ms')
-local quiet_until, pause = tonumber(known[1] or '0'), tonumber(known[2] or '0')
-if quiet_until > now then return quiet_until - now end
-if pause > 0 and now < quiet_until + ARGV[3] then
+local paused_until, pause = tonumber(known[1] or '0'), tonumber(known[2] or '0')
+if paused_until > now then return paused_until - now end
+if pause > 0 and now < paused_until + ARGV[3] then
   pause = math.min(math.max(2 * pause, first), longest)
 else
   pause = math.min(first, longest)

@@ -7,13 +7,13 @@ from typing import Any
 
 from tests.support.lua_calls import CONNECTION_KEYS, take_connection
 from tests.support.lua_scripts import Scripts
-from worker_runtime.protocol.scripts import SUSPEND_LOGINS
+from worker_runtime.protocol.scripts import NOTE_PAUSE
 
 FIRST, LONGEST, GROWS_WITHIN = 60_000, 960_000, 3_600_000
 
 
-def suspend(scripts: Scripts, first: int = FIRST) -> Any:
-    return scripts.run(SUSPEND_LOGINS, CONNECTION_KEYS[:1], first, LONGEST, GROWS_WITHIN)
+def note_pause(scripts: Scripts, first: int = FIRST) -> Any:
+    return scripts.run(NOTE_PAUSE, CONNECTION_KEYS[:1], first, LONGEST, GROWS_WITHIN)
 
 
 def end_pause(scripts: Scripts, ago_ms: int = 1) -> None:
@@ -24,7 +24,7 @@ def end_pause(scripts: Scripts, ago_ms: int = 1) -> None:
 
 def test_nobody_takes_a_connection_during_a_pause(scripts: Scripts) -> None:
     assert take_connection(scripts, "u1/a", "w1")[0] == 1
-    assert suspend(scripts) == FIRST
+    assert note_pause(scripts) == FIRST
     for connection, holder in (("u1/a", "w1"), ("u1/a", "w2"), ("u1/b", "w2")):
         granted, wait, _ = take_connection(scripts, connection, holder)
         assert (granted, FIRST - 5000 < wait <= FIRST) == (0, True)
@@ -33,19 +33,19 @@ def test_nobody_takes_a_connection_during_a_pause(scripts: Scripts) -> None:
 
 
 def test_two_accounts_that_meet_the_same_pause_do_not_make_it_longer(scripts: Scripts) -> None:
-    suspend(scripts)
-    assert FIRST - 5000 < suspend(scripts) <= FIRST
+    note_pause(scripts)
+    assert FIRST - 5000 < note_pause(scripts) <= FIRST
 
 
 def test_a_pause_that_comes_again_is_twice_as_long_up_to_a_bound(scripts: Scripts) -> None:
     pauses = []
     for _ in range(7):
-        pauses.append(suspend(scripts))
+        pauses.append(note_pause(scripts))
         end_pause(scripts)
     assert pauses == [FIRST, 2 * FIRST, 4 * FIRST, 8 * FIRST, LONGEST, LONGEST, LONGEST]
     end_pause(scripts, ago_ms=GROWS_WITHIN + 60_000)
-    assert suspend(scripts) == FIRST
+    assert note_pause(scripts) == FIRST
 
 
 def test_no_worker_silences_its_user_for_longer_than_an_hour(scripts: Scripts) -> None:
-    assert scripts.run(SUSPEND_LOGINS, CONNECTION_KEYS[:1], 10**15, 10**15, 10**15) == 3_600_000
+    assert scripts.run(NOTE_PAUSE, CONNECTION_KEYS[:1], 10**15, 10**15, 10**15) == 3_600_000
