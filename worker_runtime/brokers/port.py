@@ -139,8 +139,8 @@ class Broker(Protocol):
     process without a clear answer.
 
     A broker that wants no call for a while asks for a pause: raise `LoginLimited` or
-    `BrokerMaintenance` with its seconds as `retry_after`. The record's `cool_down_s` is the shortest
-    pause.
+    `BrokerMaintenance` with its seconds as `retry_after`. The record's `cool_down_s` is the
+    shortest pause.
     """
 
     def login(self, credentials: Credentials, timeout: float) -> None: ...
