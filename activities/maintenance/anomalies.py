@@ -234,7 +234,7 @@ def _late(snapshot: FleetSnapshot, limits: OverdueLimits, row: AssignmentRow) ->
     return "claimed for too long" if row.age > limits.connect else ""
 
 
-#: Up to three anomalies are never an outage; more are one from a fifth of the fleet on.
+#: Up to three anomalies are never an outage; more are one from a fifth of all on.
 MAX_ANOMALIES_WITHOUT_OUTAGE = 3
 MIN_OUTAGE_SHARE = 0.2
 #: Seconds after which a pass is too old to be compared with.
