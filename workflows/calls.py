@@ -191,7 +191,7 @@ async def stop_worker(request: StopWorker) -> Stopped:
     """Returns when the launcher confirms the end:
     nothing else lets another worker connect (one-owner).
 
-    STOP_TIMEOUT beyond the grace: the launcher asks,
+    `STOP_TIMEOUT_S` beyond the grace: the launcher asks,
     waits and kills. The caller repeats a failed call.
     """
     each = request.grace + STOP_TIMEOUT_S

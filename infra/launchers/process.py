@@ -21,7 +21,7 @@ from worker_runtime.protocol.messages import decode, encode
 CONNECT_TIMEOUT = 5.0
 ANSWER_TIMEOUT = 10.0
 #: Seconds of silence after which a subscribed node counts as lost: three beats.
-SILENCE = 3 * protocol.BEAT_PERIOD
+SILENCE = 3 * protocol.BEAT_INTERVAL_S
 
 _log = structlog.get_logger()
 
@@ -114,7 +114,7 @@ class ProcessLauncher:
         """Raises `LauncherUnreachable` for what goes wrong on the connection."""
         try:
             with reachable(self.path) as short:
-                opening = asyncio.open_unix_connection(short, limit=protocol.MAX_REPLY)
+                opening = asyncio.open_unix_connection(short, limit=protocol.MAX_REPLY_BYTES)
                 reader, writer = await asyncio.wait_for(opening, CONNECT_TIMEOUT)
             try:
                 yield reader, writer
@@ -138,7 +138,7 @@ class ProcessLauncher:
 
     async def _receive(self, reader: asyncio.StreamReader, timeout: float) -> protocol.NodeReply:
         line = await asyncio.wait_for(reader.readuntil(b"\n"), timeout)
-        return decode(line, protocol.NodeReply, limit=protocol.MAX_REPLY)
+        return decode(line, protocol.NodeReply, limit=protocol.MAX_REPLY_BYTES)
 
     def _unexpected(self, reply: protocol.NodeReply) -> BerthError:
         if isinstance(reply, protocol.NodeRefused):
@@ -147,4 +147,4 @@ class ProcessLauncher:
 
 
 def _longest_stop(grace: float | None) -> float:
-    return (GRACE_MAX if grace is None else grace) + protocol.KILL_CONFIRM
+    return (GRACE_MAX if grace is None else grace) + protocol.KILL_CONFIRM_TIMEOUT_S

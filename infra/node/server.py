@@ -24,9 +24,9 @@ from worker_runtime.protocol.messages import decode, encode
 _log = structlog.get_logger()
 
 #: Seconds without a request after which a connection is closed.
-_IDLE = 300.0
+_IDLE_TIMEOUT_S = 300.0
 #: Connections at once; an orchestrator needs two or three.
-_CONNECTIONS_MAX = 200
+_MAX_CONNECTIONS = 200
 #: Seconds a client may take to read what it asked for.
 _WRITE_TIMEOUT_S = 10.0
 
@@ -80,7 +80,7 @@ class SocketServer:
 
     async def start(self, listening: socket.socket) -> None:
         self._server = await asyncio.start_unix_server(
-            self._accept, sock=listening, limit=protocol.MAX_LINE
+            self._accept, sock=listening, limit=protocol.MAX_LINE_BYTES
         )
 
     async def close(self) -> None:
@@ -95,7 +95,7 @@ class SocketServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            if len(self._connections) > _CONNECTIONS_MAX:
+            if len(self._connections) > _MAX_CONNECTIONS:
                 await send(
                     writer, protocol.NodeRefused(code="NODE_BUSY", detail="too many connections")
                 )
@@ -173,7 +173,7 @@ class NodeServer(SocketServer):
             for number, exit_ in missed:
                 await send(writer, protocol.TaskEnded(log=log, number=number, exit=exit_))
             if not missed:
-                await self._keeper.wait_for_exit(protocol.BEAT_PERIOD)
+                await self._keeper.wait_for_exit(protocol.BEAT_INTERVAL_S)
                 if not self._register.exits_after(number, limit=1):
                     await send(writer, beat())
 
@@ -187,13 +187,13 @@ async def _read_line(reader: asyncio.StreamReader) -> bytes:
     """Reads one line; empty at the end. Raises `MalformedMessage` for an endless or incomplete
     one."""
     try:
-        return await asyncio.wait_for(reader.readuntil(b"\n"), _IDLE)
+        return await asyncio.wait_for(reader.readuntil(b"\n"), _IDLE_TIMEOUT_S)
     except asyncio.IncompleteReadError as error:
         if error.partial:
             raise MalformedMessage("the last request does not end with a newline") from None
         return b""
     except asyncio.LimitOverrunError:
-        raise MalformedMessage(f"a request has at most {protocol.MAX_LINE} bytes") from None
+        raise MalformedMessage(f"a request has at most {protocol.MAX_LINE_BYTES} bytes") from None
 
 
 async def send(writer: asyncio.StreamWriter, reply: msgspec.Struct) -> None:

@@ -17,7 +17,7 @@ from infra.alerts.errors import collector
 from infra.launchers.process import ProcessLauncher
 from infra.local.components import NodeComponent
 from infra.node.keeper import Keeper
-from infra.node.protocol import MAX_LINE, StopTask, TaskList
+from infra.node.protocol import MAX_LINE_BYTES, StopTask, TaskList
 from infra.node.register import NodeRegister
 from infra.node.server import NodeServer
 from infra.settings import Settings
@@ -84,7 +84,7 @@ async def serving(settings: Settings) -> AsyncIterator[tuple[CrowdedKeeper, Node
 
 
 async def test_a_list_of_five_thousand_workers_arrives_whole(settings: Settings) -> None:
-    assert len(encode(TaskList(tasks=MANY))) > max(MAX_LINE, MAX_MESSAGE_BYTES)
+    assert len(encode(TaskList(tasks=MANY))) > max(MAX_LINE_BYTES, MAX_MESSAGE_BYTES)
     async with serving(settings):
         assert await ProcessLauncher(settings.node_socket).list() == MANY
         node = NodeComponent(settings.data_dir, settings)
