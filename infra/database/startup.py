@@ -23,7 +23,7 @@ PRIMARY_LOCK = 0x7072696D
 _NAME = "berth-primary"
 
 #: Does one part of a task; gets what the part before returned (at first an empty dict), None ends
-#: the task. PostgreSQL ends a step after 30 s (`locks.SILENCE`).
+#: the task. PostgreSQL ends a step after 30 s (`locks.MAX_SILENCE_S`).
 StartupStep = Callable[[AsyncSession, dict[str, Any]], Awaitable[dict[str, Any] | None]]
 
 

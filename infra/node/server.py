@@ -1,6 +1,6 @@
 """Serves the node's socket to many clients at once, each in order.
 
-`SocketServer` is the socket and its rules; `NodeServer` answers for a node's keeper, and
+`SocketServer` is the socket and its rules; `NodeServer` answers for a node's supervisor, and
 `infra.launchers.served` for the container launcher.
 """
 
@@ -31,8 +31,8 @@ _MAX_CONNECTIONS = 200
 _WRITE_TIMEOUT_S = 10.0
 
 
-class KeeperPort(Protocol):
-    """What the server needs of `Keeper`, or of a simulated one. May raise `BerthError`."""
+class SupervisorPort(Protocol):
+    """What the server needs of `NodeSupervisor`, or of a simulated one. May raise `BerthError`."""
 
     def launch(self, request: protocol.LaunchTask) -> Task: ...
 
@@ -52,7 +52,7 @@ class KeeperPort(Protocol):
 
 
 class ExitLog(Protocol):
-    """What the server needs of `NodeRegister`, or of a simulated keeper."""
+    """What the server needs of `NodeRegister`, or of a simulated supervisor."""
 
     log: str
 
@@ -128,36 +128,36 @@ class SocketServer:
 
 
 class NodeServer(SocketServer):
-    """Serves one keeper. `limits` is what `NodeStatus` says about memory limits."""
+    """Serves one supervisor. `limits` is what `NodeStatus` says about memory limits."""
 
-    def __init__(self, keeper: KeeperPort, register: ExitLog, *, limits: str) -> None:
+    def __init__(self, supervisor: SupervisorPort, register: ExitLog, *, limits: str) -> None:
         super().__init__()
-        self._keeper = keeper
+        self._supervisor = supervisor
         self._register = register
         self._limits = limits
 
     async def reply_to(self, request: protocol.NodeRequest) -> protocol.NodeReply:
         match request:
             case protocol.LaunchTask():
-                return protocol.TaskLaunched(task=self._keeper.launch(request))
+                return protocol.TaskLaunched(task=self._supervisor.launch(request))
             case protocol.StopTask():
-                count = await self._keeper.stop(request.task_id, request.reason, request.grace)
+                count = await self._supervisor.stop(request.task_id, request.reason, request.grace)
                 return protocol.TasksStopped(count=count)
             case protocol.StopAllTasks():
                 return protocol.TasksStopped(
-                    count=await self._keeper.stop_all(request.reason, request.grace)
+                    count=await self._supervisor.stop_all(request.reason, request.grace)
                 )
             case protocol.ListTasks():
-                return protocol.TaskList(tasks=self._keeper.tasks())
+                return protocol.TaskList(tasks=self._supervisor.tasks())
             case protocol.CheckTask():
-                return protocol.TaskChecked(running=self._keeper.is_running(request.task_id))
+                return protocol.TaskChecked(running=self._supervisor.is_running(request.task_id))
             case protocol.FindTasks():
-                return protocol.TaskList(tasks=self._keeper.tasks_of(request.worker_id))
+                return protocol.TaskList(tasks=self._supervisor.tasks_of(request.worker_id))
             case protocol.PingNode() | protocol.WatchExits():
                 return protocol.NodeStatus(
                     pid=os.getpid(),
                     log=self._register.log,
-                    workers=len(self._keeper.tasks()),
+                    workers=len(self._supervisor.tasks()),
                     limits=self._limits,
                 )
 
@@ -173,7 +173,7 @@ class NodeServer(SocketServer):
             for number, exit_ in missed:
                 await send(writer, protocol.TaskEnded(log=log, number=number, exit=exit_))
             if not missed:
-                await self._keeper.wait_for_exit(protocol.BEAT_INTERVAL_S)
+                await self._supervisor.wait_for_exit(protocol.BEAT_INTERVAL_S)
                 if not self._register.exits_after(number, limit=1):
                     await send(writer, beat())
 

@@ -1,4 +1,4 @@
-"""`Keeper`: starts, stops and adopts the workers of this host, and sees each of them end."""
+"""`NodeSupervisor` starts, stops and adopts the workers of this host, and sees each of them end."""
 
 import asyncio
 import contextlib
@@ -23,8 +23,8 @@ from infra.node.protocol import KILL_CONFIRM_TIMEOUT_S, LaunchTask
 from infra.node.register import NodeEntry, NodeRegister
 from infra.node.worker import LOG_CHECK_INTERVAL_S, WorkerLogs, WorkerProcess
 from infra.worker_task import (
-    GRACE_MAX,
     HOST_RESTARTED,
+    MAX_GRACE_S,
     LaunchFailed,
     StopFailed,
     Task,
@@ -47,7 +47,7 @@ _LAST_WORK_TIMEOUT_S = 1.0
 
 
 @dataclass(eq=False, repr=False)
-class Keeper:
+class NodeSupervisor:
     """Not thread-safe: all methods are called in one event loop."""
 
     folder: InitVar[Path]
@@ -224,7 +224,7 @@ class Keeper:
             _log.info("node.stopping", worker=process.entry.worker_id, task=task_id, reason=reason)
         process.terminate()
         if await _set_within(
-            process.ended, min(process.entry.grace if grace is None else grace, GRACE_MAX)
+            process.ended, min(process.entry.grace if grace is None else grace, MAX_GRACE_S)
         ):
             return 1
         process.forced = True
