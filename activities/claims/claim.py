@@ -537,7 +537,9 @@ def _adopted_result(claimed: _ClaimedWorker, assignment: WorkerSession) -> Claim
     if connected_at is None and claimed_at is not None:
         # The event of its connect may be lost.
         connected_at = (
-            claimed_at if datetime.now(UTC) - claimed_at > worker_sessions.LONG_CLAIMED else None
+            claimed_at
+            if datetime.now(UTC) - claimed_at > worker_sessions.COUNTED_CONNECTED_AFTER
+            else None
         )
     return ClaimResult(
         status=ClaimStatus.ADOPTED,
