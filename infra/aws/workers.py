@@ -18,7 +18,7 @@ from infra.worker_task import CPU_UNITS, MEMORY_HARD_BYTES, MEMORY_SOFT_BYTES
 
 _MIB = 1024 * 1024
 #: Seconds from SIGTERM to SIGKILL, as the launcher expects.
-STOP = 15
+STOP_TIMEOUT_S = 15
 #: Fargate's smallest size with the worker's memory: CPU units, MiB.
 FARGATE = ("256", "2048")
 
@@ -128,7 +128,7 @@ class WorkerTasks(Construct):
             image=self._image,
             essential=True,
             readonly_root_filesystem=True,
-            stop_timeout=STOP,
+            stop_timeout=STOP_TIMEOUT_S,
             linux_parameters=linux,
             log_configuration=self._logging(self.CONTAINER),
             mount_points=_mounts(mounts),
