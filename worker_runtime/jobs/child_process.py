@@ -55,7 +55,7 @@ MAX_DELAY_S = 86_400.0
 MAX_PACKET_BYTES = 160 * 1024
 
 
-class JobAssignment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="run"):
+class StartRun(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="run"):
     """Runner → child: run this job."""
 
     fence: int
@@ -65,7 +65,7 @@ class JobAssignment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     secrets: dict[str, str] = {}
 
     def __repr__(self) -> str:
-        return f"JobAssignment(fence={self.fence})"
+        return f"StartRun(fence={self.fence})"
 
 
 class CancelRun(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
@@ -123,9 +123,7 @@ def bounded(outcome: RunOutcome) -> RunOutcome:
 
 
 encode_message = msgspec.json.Encoder().encode
-_to_child: msgspec.json.Decoder[JobAssignment | CancelRun] = msgspec.json.Decoder(
-    JobAssignment | CancelRun
-)
+_to_child: msgspec.json.Decoder[StartRun | CancelRun] = msgspec.json.Decoder(StartRun | CancelRun)
 read_to_child = _to_child.decode
 #: One buffer for all sockets of the process, which has one thread. A new one for each packet costs
 #: 15 us (measured), as much as the rest of the call.
@@ -152,7 +150,7 @@ class ChildProcess:
         self._uses = uses
         self._next_progress = 0.0
 
-    def run_job(self, assignment: JobAssignment) -> RunOutcome:
+    def run_job(self, start: StartRun) -> RunOutcome:
         """Runs one job; raises nothing that the job raises."""
         raise NotImplementedError
 
@@ -163,10 +161,10 @@ class ChildProcess:
             self.isolate(parent)
             while self._uses > 0 and (packet := receive_packet(self._link)):
                 self._uses -= 1
-                assignment = read_to_child(packet)
-                if isinstance(assignment, CancelRun):  # of a job that has just ended
+                start = read_to_child(packet)
+                if isinstance(start, CancelRun):  # of a job that has just ended
                     continue
-                outcome = self.run_job(assignment)
+                outcome = self.run_job(start)
                 self._flush_output()
                 self._link.send(encode_message(outcome))
                 if outcome.last:
@@ -227,16 +225,16 @@ class BuiltInChildProcess(ChildProcess):
         self._registry = registry
         self._size = size
 
-    def run_job(self, assignment: JobAssignment) -> RunOutcome:
-        fence, kind = assignment.fence, None
+    def run_job(self, start: StartRun) -> RunOutcome:
+        fence, kind = start.fence, None
         began = time.monotonic()
         try:
-            job = read_job(bytes(assignment.job))
+            job = read_job(bytes(start.job))
             kind = self._registry.find(job.name)
             self._limit_memory(kind)
             context = JobContext(
                 job.job_id,
-                assignment.attempt,
+                start.attempt,
                 fence,
                 lambda value: self.send_progress(fence, value),
             )

@@ -10,8 +10,8 @@ import msgspec
 from worker_runtime.jobs.child_pool import ChildPool, JobChild, JobRun, NotForked, RunningJobs
 from worker_runtime.jobs.child_process import (
     MAX_PROGRESS_BYTES,
-    JobAssignment,
     RunOutcome,
+    StartRun,
     bounded,
     encode_message,
     read_report,
@@ -164,7 +164,7 @@ class JobExecutor:
 
     def _start(self, claimed: ClaimedJob, job: Job, waited_ms: int) -> None:
         try:
-            child = self._assign(claimed, job)
+            child = self._start_run(claimed, job)
         except NotForked as error:
             self._fork_failed(error)
             self._refuse(claimed, job, error)
@@ -173,11 +173,11 @@ class JobExecutor:
         self._registration.events.log_start(claimed, job)
         self._registration.counters.count_start(job, waited_ms)
 
-    def _assign(self, claimed: ClaimedJob, job: Job) -> JobChild:
+    def _start_run(self, claimed: ClaimedJob, job: Job) -> JobChild:
         """Sends a job to a child, or to a second one if the first has just ended. Raises
         `NotForked`."""
         packet = encode_message(
-            JobAssignment(
+            StartRun(
                 fence=claimed.fence,
                 attempt=claimed.attempt,
                 job=msgspec.Raw(claimed.body),

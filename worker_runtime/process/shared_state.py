@@ -102,6 +102,8 @@ class WorkerActivity(IntEnum):
     Processing = 4
     HealthCheck = 5
     Reconnecting = 6
+    #: Broker sessions are closed, because the lease is about to end or has ended. (A *user* is
+    #: parked after crashes: `errors.Parked`.)
     Parked = 7
     Draining = 8
 
@@ -327,9 +329,10 @@ def lease_end_of(sent_ns: int, ttl: float) -> int:
 class Lease:
     """How long this worker may still act as its user's only owner (invariant *one-owner*).
 
-    Both the supervisor's and the session's own renewals count. A lease runs from the instant
-    *before* the renewal was sent, because the server counts the mark's time from a later moment;
-    and it is checked in the thread that calls the broker.
+    A lease is a right that ends by itself unless it is renewed in time. (Broker connections and job
+    runners have leases of their own.) Both the supervisor's and the session's own renewals count. A
+    lease runs from the instant *before* the renewal was sent, because the server counts the mark's
+    time from a later moment; and it is checked in the thread that calls the broker.
     """
 
     def __init__(self, shared_state: SharedState) -> None:

@@ -46,7 +46,10 @@ MessageKeys = Sequence[MessageKey]
 
 
 class AssignmentKeys(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker gets, sealed, for one user and epoch. Each list is newest first."""
+    """What a worker gets, sealed, for an assignment. Each list is newest first.
+
+    An assignment gives one worker to one user under one epoch, from the claim to the worker's end.
+    """
 
     #: The user's, in every epoch: checks requests and the switch,
     #: and signs requests of the user's own jobs.

@@ -200,10 +200,10 @@ class ClaimHandler(InboxHandler):
         """Confirms the claim. Refuses it and raises `WorkerExit` if it no longer holds."""
         self._shared_state.claiming = 1
         self._shared_state.state = WorkerActivity.Claimed
-        settled = self._settle(claim)
-        if settled != "confirmed":
-            self._refuse(claim, claim.epoch, ClaimRefused(f"the claim is {settled}"))
-            raise WorkerExit(ExitCode.CLAIM_REFUSED, f"the claim is {settled}")
+        claim_state = self._settle(claim)
+        if claim_state != "confirmed":
+            self._refuse(claim, claim.epoch, ClaimRefused(f"the claim is {claim_state}"))
+            raise WorkerExit(ExitCode.CLAIM_REFUSED, f"the claim is {claim_state}")
 
     def _take_assignment(self, claim: Claim) -> None:
         """Opens the message keys and writes the user and the epoch to the shared state. Refuses the
@@ -242,8 +242,8 @@ class ClaimHandler(InboxHandler):
             raise WorkerExit(ExitCode.FENCED, f"the mark was refused: {outcome}")
 
     def _settle(self, claim: Claim) -> str:
-        """Asks Valkey to confirm the claim, and returns the claim's state. A repeat after a lost
-        reply gives the same answer."""
+        """Settles the claim: asks Valkey to confirm it, and returns the state that holds from now
+        on. A repeat after a lost reply gives the same answer."""
         key = keys.pool_worker(self._config.pool, self._config.worker_id)
         for _ in range(_MAX_SETTLE_ATTEMPTS):
             try:

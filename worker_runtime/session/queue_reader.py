@@ -204,7 +204,7 @@ class PostponedOrder:
             return 0.0
         account_id = self._account_id
         session = broker_sessions.find(account_id)
-        if session is not None and session.settled:
+        if session is not None and session.ready:
             return 0.0
         compared_soon = session is not None and session.broker is not None and session.books_awaited
         if broker_sessions.has_other_session(account_id) and not compared_soon:

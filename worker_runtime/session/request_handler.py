@@ -138,7 +138,7 @@ class RequestHandler:
                 return
         if isinstance(request, PlaceOrder):
             self.log.warning("order_left_behind", order_id=request.order_id)
-            outcome, failure = self.submitter.settle_leftover(request)
+            outcome, failure = self.submitter.record_leftover(request)
             answer = Answer(request_id=request.request_id, outcome=outcome, failure=failure)
         else:
             self.log.warning("request_left_behind", request_id=request.request_id)

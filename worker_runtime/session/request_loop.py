@@ -135,7 +135,7 @@ class RequestLoop:
         self._switch_check = Backoff(0.05, 1.0)
         self._switch_is_current = True
         self._leftovers_due = True
-        self._parked = False
+        self._closed_for_lease = False
 
     def load_open_orders(self, open_orders: Sequence[PlaceOrder]) -> None:
         """Loads the user's orders that are not final, before the broker's list is read."""
@@ -156,14 +156,14 @@ class RequestLoop:
         """Does all that is due. Raises `WorkerExit` when this worker must end."""
         self._check_lease()  # before anything that may wait for Valkey
         self._apply_order_changes()
-        if self.broker_sessions.collect_logins() and not self._parked:
+        if self.broker_sessions.collect_logins() and not self._closed_for_lease:
             self.health.update(self.broker_sessions.account_sessions())
             self._shared_state.state = self.broker_sessions.state()
         self._send_buffer.flush_if_due()
         if not self._check_lease():
             return
-        if self._parked:
-            self._parked = False
+        if self._closed_for_lease:
+            self._closed_for_lease = False
             self._log.info("lease_back")
             self._shared_state.state = self.broker_sessions.state()
             self._may_have_work = True
@@ -182,10 +182,12 @@ class RequestLoop:
         """Returns the seconds until `step` is due again, at most one."""
         if self._changes:
             return 0.0
-        waits: list[float | None] = [0.2] if self._parked else [1.0, max(0.0, self._lease.usable())]
-        if self._may_have_work and not self._parked:
+        waits: list[float | None] = (
+            [0.2] if self._closed_for_lease else [1.0, max(0.0, self._lease.usable())]
+        )
+        if self._may_have_work and not self._closed_for_lease:
             waits.append(self._retry.seconds_until_due())
-        if not self._may_have_work and not self._parked:
+        if not self._may_have_work and not self._closed_for_lease:
             waits.append(self._recovery.seconds_until_due(self._config.health_period))
             if self._postponed.is_waiting:
                 waits.append(self._postponed.remaining_s())
@@ -280,17 +282,17 @@ class RequestLoop:
             raise WorkerExit(ExitCode.FENCED, "another epoch owns the user")
         if self._lease.usable() > 0:
             return True
-        self._park()
+        self._close_for_lease()
         return False
 
-    def _park(self) -> None:
-        if self._parked:
+    def _close_for_lease(self) -> None:
+        if self._closed_for_lease:
             return
-        self._parked = True
+        self._closed_for_lease = True
         self._log.warning("lease_ending", left=round(self._lease.remaining_s(), 3))
         self._shared_state.state = WorkerActivity.Parked
         self.broker_sessions.close_all()
-        self.health.parked()
+        self.health.report_lease_ending()
 
     def _on_order_changed(self, key: ConnectionKey, change: OrderChanged) -> None:
         """Receives a change from a broker's adapter, in any thread."""

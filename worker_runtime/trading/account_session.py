@@ -46,7 +46,11 @@ class OpenedAccount:
 
 
 class AccountSession:
-    """An account with a live broker session, or without one and the reason for that."""
+    """An account with a live broker session, or without one and the reason for that.
+
+    A broker session is the login of one account at the broker. It is *lost* when it ended without
+    being closed by this process. (`session/session.py` has the session *process*.)
+    """
 
     def __init__(self, account: OpenedAccount, login_pause: float) -> None:
         """Takes `login_pause`, the seconds after the first failed login; then it doubles up to a
@@ -120,7 +124,7 @@ class AccountSession:
         return isinstance(self.error, errors.LoginLimited) and not self.login_backoff.due()
 
     @property
-    def settled(self) -> bool:
+    def ready(self) -> bool:
         """Whether requests need not wait: it has a session with its orders listed, and compared
         where that is awaited; or its login was refused, for good."""
         listed = self.broker is not None and self.listed
@@ -181,10 +185,8 @@ class AccountSession:
         )
 
     def lost(self, reason: str) -> Broker | None:
-        """Marks the session as lost and returns it, so that the caller can close it.
-
-        Tries count anew.
-        """
+        """Notes that the broker session was lost and returns it, so that the caller can close it.
+        Tries count anew."""
         broker, self.broker = self.broker, None
         self.attempt = None
         self.suspect = False

@@ -77,7 +77,7 @@ class HealthMonitor:
             return
         self._report(condition, detail, code, logins)
 
-    def parked(self) -> None:
+    def report_lease_ending(self) -> None:
         """Reports that all broker sessions were closed because the lease is about to end."""
         self._shared_state.accounts_connected = 0
         if self._condition is not HealthCondition.NEW:

@@ -269,15 +269,15 @@ class OrderSubmitter:
             state = OrderState.UNKNOWN
         elif isinstance(reason, DeadlineExceeded):
             state = OrderState.EXPIRED
-        return self._settle(order, state, reason)
+        return self._record_outcome(order, state, reason)
 
-    def settle_leftover(self, order: PlaceOrder) -> OrderResult:
-        """Settles an order that a former worker popped and left. It may have been submitted, so it
-        is unknown unless the broker's list has said otherwise."""
+    def record_leftover(self, order: PlaceOrder) -> OrderResult:
+        """Records the outcome of an order that a former worker popped and left. It may have been
+        submitted, so it is unknown unless the broker's list has said otherwise."""
         known = self.tracker.known_outcome(order.order_id)
         if known is not None and known.outcome.state is not OrderState.UNKNOWN:
             return known
-        return self._settle(
+        return self._record_outcome(
             order,
             OrderState.UNKNOWN,
             OutcomeUnknown("the worker that had taken the order was lost"),
@@ -377,7 +377,9 @@ class OrderSubmitter:
             order, self.broker_calls.call_once(order.account_id, item, place)
         )
 
-    def _settle(self, order: PlaceOrder, state: OrderState, error: BerthError) -> OrderResult:
+    def _record_outcome(
+        self, order: PlaceOrder, state: OrderState, error: BerthError
+    ) -> OrderResult:
         outcome = OrderOutcome(
             order_id=order.order_id, state=state, reason=f"{error.code}: {error.detail}"
         )

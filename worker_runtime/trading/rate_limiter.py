@@ -58,7 +58,8 @@ _RENEW_RETRY_INTERVAL_S = 5.0
 #: Longest sleep between two checks of the caller's limit: a waiting worker has to notice the end of
 #: its lease.
 _MAX_SLEEP_S = 0.2
-_DAY = 0
+#: Stands for the broker's day instead of a number of milliseconds (`spend_budget.lua`).
+_DAY_WINDOW_MS = 0
 
 
 class CallKind(StrEnum):
@@ -91,7 +92,7 @@ class _BudgetWindow(NamedTuple):
         cls, kind: CallKind, cost: int, limits: BrokerLimits, share: float, persons: float = 1
     ) -> Self:
         number, span = {
-            CallKind.LOGIN: (limits.logins_per_day, _DAY),
+            CallKind.LOGIN: (limits.logins_per_day, _DAY_WINDOW_MS),
             CallKind.ORDER: (limits.orders_per_10s, _ms(10.0 + GRANT_LIFETIME_S)),
             CallKind.QUERY: (limits.queries_per_5s, _ms(5.0 + GRANT_LIFETIME_S)),
         }[kind]
@@ -159,7 +160,7 @@ class SharedRateLimiter:
         self._asked_at = 0.0
         self._granted_at = 0.0
         self._renewed_at = 0.0
-        self._lost_seen = shared_state.owner_missing
+        self._owner_missing_seen = shared_state.owner_missing
 
     def grant_is_fresh(self) -> bool:
         """Returns True if the last granted call may still be sent."""
@@ -238,13 +239,13 @@ class SharedRateLimiter:
 
         Called about once a second; never raises.
         """
-        lost = self._shared_state.owner_missing
+        owner_missing = self._shared_state.owner_missing
         if (
-            lost == self._lost_seen
+            owner_missing == self._owner_missing_seen
             and time.monotonic() - self._renewed_at < CONNECTION_RENEW_INTERVAL_S
         ):
             return
-        self._lost_seen = lost
+        self._owner_missing_seen = owner_missing
         self._renewed_at = time.monotonic()
         self._renew_leases(open_accounts, CONNECTION_LEASE_S)
 

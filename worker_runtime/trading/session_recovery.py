@@ -103,9 +103,11 @@ class SessionRecovery:
             ):
                 reason = f"{session.name}: {_reason(session)}"
                 raise WorkerExit(ExitCode.SESSION_REPLACE, reason)
-        lost = [session for session in missing if session.refused is not None or session in spent]
-        if len(lost) == len(sessions):
-            reason = _reason(lost[0])
+        given_up = [
+            session for session in missing if session.refused is not None or session in spent
+        ]
+        if len(given_up) == len(sessions):
+            reason = _reason(given_up[0])
             self.add_event(WorkerEventKind.FAILED, reason, logins_of(sessions))
             raise WorkerExit(ExitCode.BROKER_FAILED, reason)
 

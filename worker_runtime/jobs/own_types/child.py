@@ -25,8 +25,8 @@ from worker_runtime.jobs.child_process import (
     MAX_TRACEBACK_LENGTH,
     CancelRun,
     ChildProcess,
-    JobAssignment,
     RunOutcome,
+    StartRun,
     encode_message,
     read_to_child,
     receive_packet,
@@ -83,35 +83,35 @@ class OwnChildProcess(ChildProcess):
             self._fence.step_behind()
         super().isolate(parent)
 
-    def run_job(self, assignment: JobAssignment) -> RunOutcome:
-        job = read_job(bytes(assignment.job))
+    def run_job(self, start: StartRun) -> RunOutcome:
+        job = read_job(bytes(start.job))
         try:
             declared = self._types.find(job)
         except UnknownJob as error:
-            return _failed(assignment, None, error, 0.0)
+            return _failed(start, None, error, 0.0)
         if declared.concurrency > 1:
             # From now on this child runs jobs of this type, until the runner closes its socket.
-            asyncio.run(_AsyncJobs(self._link, self._types, self.send_progress).serve(assignment))
+            asyncio.run(_AsyncJobs(self._link, self._types, self.send_progress).serve(start))
             self.leave()
-        outcome = self._run(assignment, job, declared)
+        outcome = self._run(start, job, declared)
         # A secret may still be in this process's memory: no job of another type runs here after it.
-        if self._uses == 0 or assignment.secrets:
+        if self._uses == 0 or start.secrets:
             return msgspec.structs.replace(outcome, last=True)
         return outcome
 
-    def _run(self, assignment: JobAssignment, job: Job, declared: DeclaredJob) -> RunOutcome:
+    def _run(self, start: StartRun, job: Job, declared: DeclaredJob) -> RunOutcome:
         began = time.monotonic()
         try:
             arguments = _arguments(declared, job)
-            with use_context(_context(assignment, job, self.send_progress)):
+            with use_context(_context(start, job, self.send_progress)):
                 returned = declared.call(arguments)
                 if declared.is_async:
                     returned = asyncio.run(returned)
             value = _encode_result(returned)
         except BaseException as error:  # the job's boundary: anything it raises is its outcome
-            return _failed(assignment, declared, error, time.monotonic() - began)
+            return _failed(start, declared, error, time.monotonic() - began)
         return RunOutcome(
-            fence=assignment.fence, value=msgspec.Raw(value), took=time.monotonic() - began
+            fence=start.fence, value=msgspec.Raw(value), took=time.monotonic() - began
         )
 
 
@@ -126,7 +126,7 @@ class _AsyncJobs:
         self._send_progress = send_progress
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
-    async def serve(self, first: JobAssignment) -> None:
+    async def serve(self, first: StartRun) -> None:
         """Runs `first` and what follows, until the runner closes the socket and all have ended."""
         loop, closed = asyncio.get_running_loop(), asyncio.Event()
         self._link.setblocking(False)
@@ -155,24 +155,24 @@ class _AsyncJobs:
         else:
             self._begin(message)
 
-    def _begin(self, assignment: JobAssignment) -> None:
-        task = asyncio.create_task(self._run(assignment))
-        self._tasks[assignment.fence] = task
-        task.add_done_callback(lambda _: self._tasks.pop(assignment.fence, None))
+    def _begin(self, start: StartRun) -> None:
+        task = asyncio.create_task(self._run(start))
+        self._tasks[start.fence] = task
+        task.add_done_callback(lambda _: self._tasks.pop(start.fence, None))
 
-    async def _run(self, assignment: JobAssignment) -> None:
+    async def _run(self, start: StartRun) -> None:
         began, declared = time.monotonic(), None
         output: list[str] = []
         token = _output.set(output)
         try:
-            job = read_job(bytes(assignment.job))
+            job = read_job(bytes(start.job))
             declared = self._types.find(job)
-            with use_context(_context(assignment, job, self._send_progress)):
+            with use_context(_context(start, job, self._send_progress)):
                 value = _encode_result(await declared.call(_arguments(declared, job)))
             took = time.monotonic() - began
-            outcome = RunOutcome(fence=assignment.fence, value=msgspec.Raw(value), took=took)
+            outcome = RunOutcome(fence=start.fence, value=msgspec.Raw(value), took=took)
         except BaseException as error:  # the job's boundary
-            outcome = _failed(assignment, declared, error, time.monotonic() - began)
+            outcome = _failed(start, declared, error, time.monotonic() - began)
         finally:
             _output.reset(token)
         text = "".join(output)[-_MAX_OUTPUT_LENGTH:]
@@ -211,17 +211,15 @@ def _arguments(declared: DeclaredJob, job: Job) -> msgspec.Struct:
     return arguments
 
 
-def _context(
-    assignment: JobAssignment, job: Job, send_progress: Callable[[int, object], None]
-) -> JobContext:
+def _context(start: StartRun, job: Job, send_progress: Callable[[int, object], None]) -> JobContext:
     return JobContext(
         job_id=job.job_id,
         type=job.name,
-        attempt=assignment.attempt,
-        fence=assignment.fence,
+        attempt=start.attempt,
+        fence=start.fence,
         deadline=time.monotonic() + job.timeout,
-        secrets=assignment.secrets,
-        send_progress=lambda value: send_progress(assignment.fence, value),
+        secrets=start.secrets,
+        send_progress=lambda value: send_progress(start.fence, value),
     )
 
 
@@ -234,7 +232,7 @@ def _encode_result(returned: object) -> bytes:
 
 
 def _failed(
-    assignment: JobAssignment, declared: DeclaredJob | None, error: BaseException, took: float
+    start: StartRun, declared: DeclaredJob | None, error: BaseException, took: float
 ) -> RunOutcome:
     text = "".join(traceback.format_exception(error))[-MAX_TRACEBACK_LENGTH:]
     retryable, delay = isinstance(error, UnknownJob), None
@@ -244,11 +242,11 @@ def _failed(
     if declared is not None:
         retryable = isinstance(error, (RetryLater, *declared.retry_on))
         if declared.backoff:
-            delay = declared.backoff[min(assignment.attempt, len(declared.backoff)) - 1]
+            delay = declared.backoff[min(start.attempt, len(declared.backoff)) - 1]
     if isinstance(error, RetryLater) and error.retry_after is not None:
         delay = max(0.0, float(error.retry_after))
     return RunOutcome(
-        fence=assignment.fence,
+        fence=start.fence,
         failure=Failure(code=code, detail=detail[:MAX_DETAIL_LENGTH], retryable=retryable),
         took=took,
         traceback=text,

@@ -128,7 +128,7 @@ def test_tries_before_a_lost_lease_do_not_count_after_its_return() -> None:
     connections.end_sessions()
     connections.recovery.run_due(60.0)
     connections.broker_sessions.close_all()
-    connections.health.parked()
+    connections.health.report_lease_ending()
     connections.recovery.raise_if_hopeless()
     assert connections.kinds() == ["connected", "reconnecting", "degraded"]
 
@@ -236,7 +236,7 @@ def test_wrong_new_credentials_leave_a_good_session_as_it_is() -> None:
 def test_a_lost_lease_is_reported_and_its_return_restores_health() -> None:
     connections = MarketConnections("a1").connected()
     connections.broker_sessions.close_all()
-    connections.health.parked()
+    connections.health.report_lease_ending()
     assert health_text(connections.shared_state) == "degraded: LEASE_LOST"
     connections.recovery.run_due(60.0)
     assert connections.kinds() == ["connected", "degraded", "connected"]

@@ -32,7 +32,8 @@
 -- once, and waits for it among the delayed jobs, so that no claim looks at it before.
 --
 -- A job may name its receiver: the server of a stranger, which may be slow. A runner holds only so many jobs of one
--- receiver. Those beyond are parked, out of the way of others, until it has room for one of that receiver.
+-- receiver. Those beyond are parked (a parked job waits for its receiver), out of the way of others, until the
+-- runner has room for one of that receiver.
 --
 -- A runner may prefetch: claim plain jobs beyond its free slots, but none behind a job that is not plain.
 -- A job is plain if all of this is true:

@@ -1,4 +1,4 @@
--- Confirms or releases a claim; the first call decides.
+-- Settles a claim: confirms or releases it, and the first call decides.
 --
 -- KEYS[1] worker     pool:{pool}:worker:<worker>
 -- ARGV[1] claim id
