@@ -27,7 +27,7 @@ from infra.aws.tasks import environment, image_of
 
 VERSION = "1.31.2"
 #: MiB and CPU units of the whole task.
-CPU, MEMORY = 1024, 4096
+CPU_UNITS, MEMORY_MIB = 1024, 4096
 _COMPOSE = Path(__file__).parents[1] / "compose"
 _CONFIG, _AUTHORITIES = "/etc/temporal/berth", "/etc/temporal/berth/authorities.pem"
 
@@ -135,8 +135,8 @@ class TemporalCluster(Construct):
             self,
             "Task",
             family=f"berth-{stage.name}-temporal",
-            cpu=CPU,
-            memory_limit_mib=MEMORY,
+            cpu=CPU_UNITS,
+            memory_limit_mib=MEMORY_MIB,
             task_role=role,
             volumes=[ecs.Volume(name=volume) for volume in ("config", "keys")],
         )

@@ -58,7 +58,7 @@ VALKEY_UID, VALKEY_IMAGE = 999, "9.1.2"
 #: Of the host's memory. Rewriting the append-only file copies what is written meanwhile.
 MEMORY_PERCENT = 60
 #: Hours between two snapshots of the volume, and how many are kept.
-SNAPSHOT_HOURS, SNAPSHOTS_KEPT = 1, 48
+SNAPSHOT_INTERVAL_HOURS, MAX_SNAPSHOTS_KEPT = 1, 48
 _COMPOSE_CONF = Path(__file__).parents[1] / "compose" / "valkey.conf"
 
 
@@ -472,9 +472,9 @@ class ValkeyHost(Construct):
                         name="hourly",
                         copy_tags=True,
                         create_rule=policy.CreateRuleProperty(
-                            interval=SNAPSHOT_HOURS, interval_unit="HOURS"
+                            interval=SNAPSHOT_INTERVAL_HOURS, interval_unit="HOURS"
                         ),
-                        retain_rule=policy.RetainRuleProperty(count=SNAPSHOTS_KEPT),
+                        retain_rule=policy.RetainRuleProperty(count=MAX_SNAPSHOTS_KEPT),
                     )
                 ],
             ),

@@ -21,7 +21,7 @@ from infra.vault.secret_versions import load_versions
 from worker_runtime.protocol.errors import BerthError
 
 #: Seconds for one check.
-TIMEOUT = 5.0
+CHECK_TIMEOUT_S = 5.0
 #: PostgreSQL's classes of codes for a login or a database that it does not take.
 _REFUSED = ("28", "3D", "42")
 
@@ -62,7 +62,9 @@ class CheckResult(NamedTuple):
     note: str = ""
 
 
-async def run_check(check: Check, settings: Settings, timeout: float = TIMEOUT) -> CheckResult:
+async def run_check(
+    check: Check, settings: Settings, timeout: float = CHECK_TIMEOUT_S
+) -> CheckResult:
     try:
         async with asyncio.timeout(timeout):
             note = await check.run(settings)
@@ -114,7 +116,7 @@ async def _postgresql(settings: Settings) -> None:
 
 async def _valkey(settings: Settings) -> None:
     try:
-        async with connect_valkey(settings.valkey_url, socket_timeout=TIMEOUT) as client:
+        async with connect_valkey(settings.valkey_url, socket_timeout=CHECK_TIMEOUT_S) as client:
             await check_writable(client)
             if (await client.info("cluster")).get("cluster_enabled"):
                 raise SettingRefused(
