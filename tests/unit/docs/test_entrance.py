@@ -138,6 +138,21 @@ def test_every_name_that_an_index_gives_after_a_python_file_is_defined_there(pag
     assert undefined == []
 
 
+SECURITY = ROOT / "docs" / "how-it-works" / "security.md"
+
+
+def test_every_test_that_the_page_of_security_names_exists() -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", SECURITY.read_text(encoding="utf-8"))
+    assert len(named) > 100
+    missing = [
+        f"{path}::{name}"
+        for path, name in named
+        if not (ROOT / path).is_file()
+        or f"def {name}(" not in (ROOT / path).read_text(encoding="utf-8")
+    ]
+    assert missing == []
+
+
 # --- packages -------------------------------------------------------------------------------------
 
 
