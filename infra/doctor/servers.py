@@ -23,7 +23,7 @@ from worker_runtime.protocol.errors import BerthError
 #: Seconds for one check.
 CHECK_TIMEOUT_S = 5.0
 #: PostgreSQL's classes of codes for a login or a database that it does not take.
-_REFUSED = ("28", "3D", "42")
+_REFUSED_LOGIN_CLASSES = ("28", "3D", "42")
 
 
 #: What to do where a pooler answers.
@@ -109,7 +109,7 @@ async def _postgresql(settings: Settings) -> None:
             raise SettingRefused(
                 f"a pooler answers, and refuses our start-up parameters: {USE_POOLER}"
             ) from None
-        if sqlstate_of(error).startswith(_REFUSED):
+        if sqlstate_of(error).startswith(_REFUSED_LOGIN_CLASSES):
             raise SettingRefused(f"it refuses us: {getattr(error, 'orig', error)}") from None
         raise
 
