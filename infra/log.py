@@ -44,11 +44,11 @@ def _as_json(values: dict[str, Any], **options: Any) -> str:
 
 
 #: Bytes of lines that wait for a reader who does not read; further lines are dropped and counted.
-MAX_WAITING: Final = 1 << 20
+MAX_WAITING_BYTES: Final = 1 << 20
 #: Seconds in which lines are gathered into one write.
 GATHER_S: Final = 0.01
 #: Seconds that the end of the process waits for the last lines.
-LAST_LINES_S: Final = 1.0
+LAST_LINES_TIMEOUT_S: Final = 1.0
 
 
 class LogWriter:
@@ -73,7 +73,7 @@ class LogWriter:
     def write(self, text: str) -> None:
         line = text.encode(errors="backslashreplace")
         with self._lock:
-            if self._waiting + len(line) > MAX_WAITING:
+            if self._waiting + len(line) > MAX_WAITING_BYTES:
                 self._dropped += 1
             else:
                 self._waiting += len(line)
@@ -84,7 +84,7 @@ class LogWriter:
     def flush(self) -> None:
         """Does nothing: the thread writes all lines within moments."""
 
-    def drain(self, timeout: float = LAST_LINES_S) -> None:
+    def drain(self, timeout: float = LAST_LINES_TIMEOUT_S) -> None:
         """Waits until all lines are written, `timeout` seconds at most."""
         end = time.monotonic() + timeout
         while (self._waiting or self._dropped) and time.monotonic() < end:

@@ -7,7 +7,7 @@ Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
 
 #: Bits in front of the IPv4 address in one that is mapped into IPv6 (`::ffff:192.0.2.1`).
-_MAPPED_PREFIX = 96
+_MAPPED_PREFIX_BITS = 96
 
 
 def parse_address(text: str) -> Address:
@@ -24,9 +24,9 @@ def parse_network(text: str, *, strict: bool = True) -> Network:
     """
     network = ip_network(text, strict=strict)
     mapped = getattr(network.network_address, "ipv4_mapped", None)
-    if mapped is None or network.prefixlen < _MAPPED_PREFIX:
+    if mapped is None or network.prefixlen < _MAPPED_PREFIX_BITS:
         return network
-    return IPv4Network((mapped, network.prefixlen - _MAPPED_PREFIX))
+    return IPv4Network((mapped, network.prefixlen - _MAPPED_PREFIX_BITS))
 
 
 def is_within(address: str, networks: Iterable[Network]) -> bool:

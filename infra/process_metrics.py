@@ -32,11 +32,11 @@ from worker_runtime.protocol.messages import Answer
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each that nothing reads
 
 #: Seconds. Orders take 3 ms, a broker 10 to 100; a caller waits for 10 s.
-_ORDERS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+_ORDER_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 #: Seconds, for what is next to nothing on a good day.
-_WAITS = (0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+_WAIT_BUCKETS_S = (0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 #: Seconds, for what starts a process or a container.
-_STARTS = (0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_START_BUCKETS_S = (0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
 class MetricFamily(NamedTuple):
@@ -86,7 +86,10 @@ LIMITED = _counter(
     "limit",
 )
 HTTP_SECONDS = _histogram(
-    "berth_http_request_seconds", "Requests to the API, to the end of the answer.", _ORDERS, "route"
+    "berth_http_request_seconds",
+    "Requests to the API, to the end of the answer.",
+    _ORDER_BUCKETS_S,
+    "route",
 )
 ORDERS = _counter(
     "berth_orders_answered_total", "Orders that were answered, by state and code.", "state", "code"
@@ -95,11 +98,14 @@ ORDER_STAGES = _histogram(
     "berth_order_stage_seconds",
     "Stages of an order: `accepted` (until queued), `queued` (until submitted), `submitted` "
     "(the broker's).",
-    _ORDERS,
+    _ORDER_BUCKETS_S,
     "stage",
 )
 BROKER_SECONDS = _histogram(
-    "berth_broker_call_seconds", "Broker calls of workers, as their answers tell.", _ORDERS, "call"
+    "berth_broker_call_seconds",
+    "Broker calls of workers, as their answers tell.",
+    _ORDER_BUCKETS_S,
+    "call",
 )
 BROKER_ERRORS = _counter(
     "berth_broker_errors_total", "Requests that a worker could not carry out.", "call", "code"
@@ -110,15 +116,15 @@ LIMIT_USED = _histogram(
     (0.1, 0.25, 0.5, 0.75, 0.9, 1),
 )
 DATABASE_WAIT = _histogram(
-    "berth_database_pool_wait_seconds", "Waits for a connection to PostgreSQL.", _WAITS
+    "berth_database_pool_wait_seconds", "Waits for a connection to PostgreSQL.", _WAIT_BUCKETS_S
 )
 VALKEY_WAIT = _histogram(
-    "berth_valkey_pool_wait_seconds", "Waits for a connection to Valkey.", _WAITS
+    "berth_valkey_pool_wait_seconds", "Waits for a connection to Valkey.", _WAIT_BUCKETS_S
 )
 CLAIM_SECONDS = _histogram(
     "berth_claim_seconds",
     "Claims, from the epoch to the worker: `warm` from the pool, `cold` launched meanwhile.",
-    _STARTS,
+    _START_BUCKETS_S,
     "pool",
     "kind",
 )
@@ -126,7 +132,10 @@ CLAIM_FAILURES = _counter(
     "berth_claims_failed_total", "Claims and logins that failed, by code.", "code"
 )
 LAUNCH_SECONDS = _histogram(
-    "berth_launch_seconds", "Launches: `launched`, or the code of what failed.", _STARTS, "outcome"
+    "berth_launch_seconds",
+    "Launches: `launched`, or the code of what failed.",
+    _START_BUCKETS_S,
+    "outcome",
 )
 MARKS = _gauge(
     "berth_marks", "Marks of workers in service, as the watcher finds them.", "state", merge="max"
@@ -261,7 +270,7 @@ def registry_of(samples: Samples) -> CollectorRegistry:
 
 
 #: Seconds between two tries to open the port of metrics.
-PORT_RETRY_S: Final = 5.0
+PORT_RETRY_INTERVAL_S: Final = 5.0
 
 
 @contextmanager
@@ -282,7 +291,7 @@ def serving_metrics(address: str) -> Iterator[None]:
         yield
     finally:
         stopping.set()
-        thread.join(2 * PORT_RETRY_S)
+        thread.join(2 * PORT_RETRY_INTERVAL_S)
 
 
 def _serve_metrics(address: str, stopping: threading.Event) -> None:
@@ -296,7 +305,7 @@ def _serve_metrics(address: str, stopping: threading.Event) -> None:
             if logged != str(error):
                 logged = str(error)
                 structlog.get_logger().error("metrics_unavailable", address=address, reason=logged)
-            if stopping.wait(PORT_RETRY_S):
+            if stopping.wait(PORT_RETRY_INTERVAL_S):
                 return
     stopping.wait()
     server.shutdown()

@@ -9,7 +9,7 @@ K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
 #: Seconds between two attempts to cancel the same task.
-RETRY_PAUSE = 0.1
+RETRY_INTERVAL_S = 0.1
 
 
 async def cancel_tasks(*tasks: asyncio.Task[Any] | None) -> None:
@@ -23,7 +23,7 @@ async def cancel_tasks(*tasks: asyncio.Task[Any] | None) -> None:
     while pending:
         for task in pending:
             task.cancel()
-        _, pending = await asyncio.wait(pending, timeout=RETRY_PAUSE)
+        _, pending = await asyncio.wait(pending, timeout=RETRY_INTERVAL_S)
     for task in given:
         if not task.cancelled():
             task.exception()  # retrieved, so that asyncio does not report it

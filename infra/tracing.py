@@ -17,7 +17,7 @@ from importlib.metadata import version
 from worker_runtime.protocol.messages import Answer, OrderEvent
 
 #: Seconds for the last spans when a process stops. The exporter would try for 10 s.
-LAST_SPANS = 2.0
+LAST_SPANS_TIMEOUT_S = 2.0
 
 
 class Traces:
@@ -97,7 +97,7 @@ class Traces:
 
 @asynccontextmanager
 async def closing_traces(traces: Traces | None) -> AsyncIterator[None]:
-    """Sends the last spans when the block is left, for `LAST_SPANS` seconds at most."""
+    """Sends the last spans when the block is left, for `LAST_SPANS_TIMEOUT_S` seconds at most."""
     try:
         yield
     finally:
@@ -106,4 +106,4 @@ async def closing_traces(traces: Traces | None) -> AsyncIterator[None]:
             # a collector that does not answer would hold up the stop.
             sending = threading.Thread(target=traces.provider.shutdown, daemon=True)
             sending.start()
-            await asyncio.to_thread(sending.join, LAST_SPANS)
+            await asyncio.to_thread(sending.join, LAST_SPANS_TIMEOUT_S)

@@ -14,15 +14,15 @@ from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.launch import WorkerConfig
 
 #: Bytes. Soft: what a host reserves for a worker. Hard: where only that worker is killed.
-MEMORY_SOFT = 384 * 1024 * 1024
-MEMORY_HARD = 1024 * 1024 * 1024
+MEMORY_SOFT_BYTES = 384 * 1024 * 1024
+MEMORY_HARD_BYTES = 1024 * 1024 * 1024
 #: CPU units of 1/1024 vCPU.
 CPU_UNITS = 64
 
 #: Seconds that a worker gets on top of its own shutdown time before it is killed; no worker gets
-#: more than `GRACE_MAX` altogether.
+#: more than `MAX_GRACE_S` altogether.
 _EXTRA_GRACE_S = 3.0
-GRACE_MAX = 60.0
+MAX_GRACE_S = 60.0
 
 #: Worker ids become file names, arguments and labels.
 _WORKER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -64,8 +64,8 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     #: What to run, in the platform's terms (a container image, a task definition); empty: what the
     #: launcher was configured with. The process launcher has only one.
     image: str = ""
-    memory_soft: int = MEMORY_SOFT
-    memory_hard: int = MEMORY_HARD
+    memory_soft: int = MEMORY_SOFT_BYTES
+    memory_hard: int = MEMORY_HARD_BYTES
     cpu_units: int = CPU_UNITS
 
 
@@ -145,7 +145,7 @@ def check_worker_id(worker_id: str) -> None:
 
 def stop_grace(shutdown_timeout: float) -> float:
     """Returns the seconds from SIGTERM to SIGKILL for a worker with this shutdown time."""
-    return min(shutdown_timeout + _EXTRA_GRACE_S, GRACE_MAX)
+    return min(shutdown_timeout + _EXTRA_GRACE_S, MAX_GRACE_S)
 
 
 def signal_name(number: int) -> str:

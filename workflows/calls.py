@@ -46,7 +46,7 @@ with workflow.unsafe.imports_passed_through():
         TellRollout,
     )
     from workflows.user_worker.messages import (
-        STOP_TIMEOUT,
+        STOP_TIMEOUT_S,
         CheckWorker,
         ClaimRequest,
         ClaimResult,
@@ -86,26 +86,28 @@ _STATEMENT_TIMEOUT_S = 15.0
 #: How long PostgreSQL may be away before a write is given up.
 _OUTAGE_TIMEOUT_S = 3600.0
 #: Seconds that a closing run waits for its timeline to be written.
-TIMELINE_TIMEOUT = _OUTAGE_TIMEOUT_S
+TIMELINE_TIMEOUT_S = _OUTAGE_TIMEOUT_S
 
 #: A person waits: the first repeat comes quickly. Measured: a local retry costs no server timer.
-_QUICKLY = RetryPolicy(
+_QUICK_RETRY = RetryPolicy(
     initial_interval=timedelta(milliseconds=200), maximum_interval=timedelta(seconds=2)
 )
 #: Nobody waits, or the other side is down and must not be hammered.
-_PATIENTLY = RetryPolicy(
+_PATIENT_RETRY = RetryPolicy(
     initial_interval=timedelta(seconds=1), maximum_interval=timedelta(seconds=10)
 )
 #: Nobody waits, and what is to be written is safe in the history.
-_SLOWLY = RetryPolicy(initial_interval=timedelta(seconds=1), maximum_interval=timedelta(seconds=60))
+_SLOW_RETRY = RetryPolicy(
+    initial_interval=timedelta(seconds=1), maximum_interval=timedelta(seconds=60)
+)
 #: The workflow repeats it by itself anyway.
-_TWICE = RetryPolicy(initial_interval=timedelta(seconds=1), maximum_attempts=2)
+_TWO_ATTEMPTS = RetryPolicy(initial_interval=timedelta(seconds=1), maximum_attempts=2)
 #: The workflow itself decides about the next try (it takes a new claim id or token for it).
-_ONCE = RetryPolicy(maximum_attempts=1)
+_ONE_ATTEMPT = RetryPolicy(maximum_attempts=1)
 #: A local activity that waits for its next try keeps the workflow task open: signals,
 #: queries and the shutdown of the orchestrator would wait with it. Longer pauses are
 #: timers of the server instead.
-_LOCAL_PAUSE = timedelta(milliseconds=500)
+_MAX_LOCAL_RETRY_INTERVAL = timedelta(milliseconds=500)
 
 
 class _Limits(NamedTuple):
@@ -115,7 +117,7 @@ class _Limits(NamedTuple):
     whole: float | None
     each: float | None = None
     beat: float | None = None
-    retry: RetryPolicy = _QUICKLY
+    retry: RetryPolicy = _QUICK_RETRY
 
 
 async def _call(
@@ -155,8 +157,8 @@ async def claim_worker(request: ClaimRequest, claim_timeout: float) -> ClaimResu
         result_type=ClaimResult,
         start_to_close_timeout=timedelta(seconds=request.reply_wait + 6.0),
         schedule_to_close_timeout=timedelta(seconds=claim_timeout),
-        retry_policy=_QUICKLY,
-        local_retry_threshold=_LOCAL_PAUSE,
+        retry_policy=_QUICK_RETRY,
+        local_retry_threshold=_MAX_LOCAL_RETRY_INTERVAL,
         summary="claim a worker from the pool",
     )
     return result
@@ -189,10 +191,10 @@ async def stop_worker(request: StopWorker) -> Stopped:
     """Returns when the launcher confirms the end:
     nothing else lets another worker connect (one-owner).
 
-    STOP_TIMEOUT beyond the grace: the launcher asks,
+    `STOP_TIMEOUT_S` beyond the grace: the launcher asks,
     waits and kills. The caller repeats a failed call.
     """
-    each = request.grace + STOP_TIMEOUT
+    each = request.grace + STOP_TIMEOUT_S
     limits = _Limits(each + 10.0, each=each, beat=_HEARTBEAT_TIMEOUT_S)
     why = f"stop the worker: {request.reason}"[:200]
     return await _call(LIFECYCLE_QUEUE, "stop_worker", request, Stopped, limits, why)
@@ -216,7 +218,7 @@ async def reload_credentials(request: ReloadRequest) -> ReloadResult:
 async def record_timeline(request: RecordTimeline) -> None:
     """Writes transitions to the timeline. Tried every 10 s: a closing run waits for it, and its
     user cannot start anew before."""
-    limits = _Limits(TIMELINE_TIMEOUT, each=_STATEMENT_TIMEOUT_S, retry=_PATIENTLY)
+    limits = _Limits(TIMELINE_TIMEOUT_S, each=_STATEMENT_TIMEOUT_S, retry=_PATIENT_RETRY)
     why = f"write {len(request.transitions)} transitions to the timeline"
     await _call(LIFECYCLE_QUEUE, "record_timeline", request, type(None), limits, why)
 
@@ -232,7 +234,7 @@ async def count_pool(request: CountPool) -> PoolCount:
     signals that come in between would stand before the count in the history, but after it in what
     the run did.
     """
-    limits = _Limits(None, each=_LOOKUP_TIMEOUT_S, retry=_ONCE)
+    limits = _Limits(None, each=_LOOKUP_TIMEOUT_S, retry=_ONE_ATTEMPT)
     return await _call(LIFECYCLE_QUEUE, "count_pool", request, PoolCount, limits, "count the pool")
 
 
@@ -251,7 +253,10 @@ async def launch_pool_worker(request: LaunchPoolWorker) -> Launched:
     An attempt waits up to 25 s for its turn, gives the worker its time, and has 10 s for a stop.
     """
     limits = _Limits(
-        request.timeout + 60.0, each=request.timeout + 40.0, beat=_HEARTBEAT_TIMEOUT_S, retry=_ONCE
+        request.timeout + 60.0,
+        each=request.timeout + 40.0,
+        beat=_HEARTBEAT_TIMEOUT_S,
+        retry=_ONE_ATTEMPT,
     )
     return await _call(
         LAUNCH_QUEUE, "launch_pool_worker", request, Launched, limits, "launch a pool worker"
@@ -261,7 +266,7 @@ async def launch_pool_worker(request: LaunchPoolWorker) -> Launched:
 async def shrink_pool(request: StopPoolWorkers) -> int:
     """Stops free workers; each leaves the pool by a claim of its own,
     so no user's claim can meet it."""
-    limits = _Limits(90.0, each=60.0, beat=_HEARTBEAT_TIMEOUT_S, retry=_PATIENTLY)
+    limits = _Limits(90.0, each=60.0, beat=_HEARTBEAT_TIMEOUT_S, retry=_PATIENT_RETRY)
     return await _call(
         LIFECYCLE_QUEUE, "shrink_pool", request, int, limits, f"stop {request.count} free workers"
     )
@@ -276,14 +281,16 @@ async def verify_order(request: VerifyOrder) -> Verified:
     Two attempts: the workflow comes back by itself, in a pause that grows.
     """
     whole = 2 * (request.timeout + 65.0)
-    limits = _Limits(whole, each=request.timeout + 60.0, beat=_HEARTBEAT_TIMEOUT_S, retry=_TWICE)
+    limits = _Limits(
+        whole, each=request.timeout + 60.0, beat=_HEARTBEAT_TIMEOUT_S, retry=_TWO_ATTEMPTS
+    )
     why = f"verify the order, {request.check + 1}"
     return await _call(ORDERS_QUEUE, "verify_order", request, Verified, limits, why)
 
 
 async def settle_absent(request: UnresolvedOrder) -> bool:
     """Records that the order never reached the broker, in one statement in PostgreSQL."""
-    limits = _Limits(60.0, each=_STATEMENT_TIMEOUT_S, retry=_PATIENTLY)
+    limits = _Limits(60.0, each=_STATEMENT_TIMEOUT_S, retry=_PATIENT_RETRY)
     why = "the order never reached the broker"
     return await _call(ORDERS_QUEUE, "settle_absent", request, bool, limits, why)
 
@@ -291,7 +298,7 @@ async def settle_absent(request: UnresolvedOrder) -> bool:
 async def demand_attention(request: UnresolvedOrder) -> bool:
     """Puts the order on the operators' list. Nobody waits for it, and it must not be lost:
     PostgreSQL may be away for an hour."""
-    limits = _Limits(_OUTAGE_TIMEOUT_S, each=_STATEMENT_TIMEOUT_S, retry=_SLOWLY)
+    limits = _Limits(_OUTAGE_TIMEOUT_S, each=_STATEMENT_TIMEOUT_S, retry=_SLOW_RETRY)
     why = "put the order on the list for a person"
     return await _call(ORDERS_QUEUE, "demand_attention", request, bool, limits, why)
 
@@ -302,14 +309,14 @@ async def demand_attention(request: UnresolvedOrder) -> bool:
 async def scan_fleet(request: MaintenanceInput) -> Scanned:
     """Scans all workers; 10,000 take less than a second. It has one attempt: the next pass comes
     within a minute."""
-    limits = _Limits(50.0, each=45.0, retry=_ONCE)
+    limits = _Limits(50.0, each=45.0, retry=_ONE_ATTEMPT)
     return await _call(BULK_QUEUE, "scan_fleet", request, Scanned, limits, "scan all workers")
 
 
 async def clean_up(batch: Batch) -> Cleaned:
     """Repairs a batch of anomalies: a hundred stops, twenty at a time, each with the time for a
     logout. The next pass finds what is left."""
-    limits = _Limits(240.0, each=120.0, beat=_SLOW_HEARTBEAT_TIMEOUT_S, retry=_TWICE)
+    limits = _Limits(240.0, each=120.0, beat=_SLOW_HEARTBEAT_TIMEOUT_S, retry=_TWO_ATTEMPTS)
     return await _call(
         BULK_QUEUE,
         "clean_up",
@@ -322,7 +329,7 @@ async def clean_up(batch: Batch) -> Cleaned:
 
 async def finish_pass(request: FinishPass) -> float:
     """Records the outcome of a pass, in one statement in PostgreSQL."""
-    limits = _Limits(60.0, each=_STATEMENT_TIMEOUT_S, retry=_PATIENTLY)
+    limits = _Limits(60.0, each=_STATEMENT_TIMEOUT_S, retry=_PATIENT_RETRY)
     return await _call(
         BULK_QUEUE, "finish_pass", request, float, limits, "record the outcome of the pass"
     )
@@ -334,7 +341,7 @@ async def finish_pass(request: FinishPass) -> float:
 async def check_release(request: CheckRelease) -> ReleaseSnapshot:
     """Counts workers by version: an update of the pool's workflow, a listing of the launcher and a
     page of Valkey."""
-    limits = _Limits(60.0, each=20.0, retry=_TWICE)
+    limits = _Limits(60.0, each=20.0, retry=_TWO_ATTEMPTS)
     why = f"how many workers are of version {request.release.version or 'of the settings'}?"
     return await _call(BULK_QUEUE, "check_release", request, ReleaseSnapshot, limits, why)
 
@@ -342,21 +349,21 @@ async def check_release(request: CheckRelease) -> ReleaseSnapshot:
 async def retire_workers(request: RetireWorkers) -> int:
     """Ends free workers of other versions, several at a time, each with the grace of a logout. A
     repeat ends the same workers."""
-    limits = _Limits(130.0, each=60.0, beat=_BULK_HEARTBEAT_TIMEOUT_S, retry=_TWICE)
+    limits = _Limits(130.0, each=60.0, beat=_BULK_HEARTBEAT_TIMEOUT_S, retry=_TWO_ATTEMPTS)
     why = f"end {request.count} free workers of other versions"
     return await _call(BULK_QUEUE, "retire_workers", request, int, limits, why)
 
 
 async def ask_to_move(request: AskToMove) -> int:
     """Asks the users of other versions to move: a signal for each user, several at a time."""
-    limits = _Limits(130.0, each=60.0, beat=_BULK_HEARTBEAT_TIMEOUT_S, retry=_TWICE)
+    limits = _Limits(130.0, each=60.0, beat=_BULK_HEARTBEAT_TIMEOUT_S, retry=_TWO_ATTEMPTS)
     why = "ask the users of other versions to move"
     return await _call(BULK_QUEUE, "ask_to_move", request, int, limits, why)
 
 
 async def tell_rollout(request: TellRollout) -> None:
     """Records a rollout's step as one row of the audit trail."""
-    limits = _Limits(_OUTAGE_TIMEOUT_S, each=_STATEMENT_TIMEOUT_S, retry=_SLOWLY)
+    limits = _Limits(_OUTAGE_TIMEOUT_S, each=_STATEMENT_TIMEOUT_S, retry=_SLOW_RETRY)
     await _call(
         BULK_QUEUE,
         "tell_rollout",
@@ -373,14 +380,14 @@ async def tell_rollout(request: TellRollout) -> None:
 async def plan_morning(request: PlanMorning) -> MorningPlan:
     """Asks whether it is a trading day and who traded recently. It is one count over the orders'
     index: seconds for millions of orders."""
-    limits = _Limits(1800.0, each=30.0, retry=_PATIENTLY)
+    limits = _Limits(1800.0, each=30.0, retry=_PATIENT_RETRY)
     why = "is it a trading day, and who traded recently?"
     return await _call(BULK_QUEUE, "plan_morning", request, MorningPlan, limits, why)
 
 
 async def recent_users(request: RecentUsers) -> list[str]:
     """Returns one page of the users that traded recently, read from an index."""
-    limits = _Limits(1800.0, each=30.0, retry=_PATIENTLY)
+    limits = _Limits(1800.0, each=30.0, retry=_PATIENT_RETRY)
     return await _call(
         BULK_QUEUE, "recent_users", request, list[str], limits, f"users after {request.after!r}"
     )
@@ -389,7 +396,7 @@ async def recent_users(request: RecentUsers) -> list[str]:
 async def connect_user(request: ConnectUser) -> Connected:
     """Connects a user before the bell. That is a claim and a login; the caller's own limit is 50 s
     with the default settings."""
-    limits = _Limits(240.0, each=180.0, beat=_BULK_HEARTBEAT_TIMEOUT_S, retry=_ONCE)
+    limits = _Limits(240.0, each=180.0, beat=_BULK_HEARTBEAT_TIMEOUT_S, retry=_ONE_ATTEMPT)
     return await _call(
         BULK_QUEUE,
         "connect_user",
@@ -403,14 +410,14 @@ async def connect_user(request: ConnectUser) -> Connected:
 async def plan_statements(request: PlanStatements) -> StatementsPlan:
     """Returns which day's statements are due. It is one count over a table with at most one row for
     each user, tried until the next day's are due."""
-    limits = _Limits(12 * 3600.0, each=30.0, retry=_SLOWLY)
+    limits = _Limits(12 * 3600.0, each=30.0, retry=_SLOW_RETRY)
     why = "which day, and was it a trading day?"
     return await _call(BULK_QUEUE, "plan_statements", request, StatementsPlan, limits, why)
 
 
 async def enqueue_statements(request: EnqueueStatements) -> StatementsPage:
     """Reads the orders of one page of users and enqueues a job for each user, in some ms each."""
-    limits = _Limits(12 * 3600.0, each=300.0, beat=_SLOW_HEARTBEAT_TIMEOUT_S, retry=_SLOWLY)
+    limits = _Limits(12 * 3600.0, each=300.0, beat=_SLOW_HEARTBEAT_TIMEOUT_S, retry=_SLOW_RETRY)
     why = f"users after {request.after!r}"
     return await _call(BULK_QUEUE, "enqueue_statements", request, StatementsPage, limits, why)
 
@@ -418,7 +425,7 @@ async def enqueue_statements(request: EnqueueStatements) -> StatementsPage:
 async def make_report(request: MakeReport) -> ReportResult:
     """Makes the daily report: some statements, up to 60 s for the figures, and a job for each mail.
     Tried until the next report is due."""
-    limits = _Limits(24 * 3600.0, each=120.0, beat=_BULK_HEARTBEAT_TIMEOUT_S, retry=_SLOWLY)
+    limits = _Limits(24 * 3600.0, each=120.0, beat=_BULK_HEARTBEAT_TIMEOUT_S, retry=_SLOW_RETRY)
     return await _call(
         BULK_QUEUE, "make_report", request, ReportResult, limits, "make the daily report"
     )
@@ -430,7 +437,7 @@ async def make_report(request: MakeReport) -> ReportResult:
 async def plan_instruments(request: PlanInstruments) -> InstrumentsPlan:
     """Finds the brokers whose instruments are due, in some statements over small tables. The next
     look comes within a quarter of an hour."""
-    limits = _Limits(300.0, each=_STATEMENT_TIMEOUT_S, retry=_PATIENTLY)
+    limits = _Limits(300.0, each=_STATEMENT_TIMEOUT_S, retry=_PATIENT_RETRY)
     why = "which brokers' instruments are due?"
     return await _call(BULK_QUEUE, "plan_instruments", request, InstrumentsPlan, limits, why)
 
@@ -438,7 +445,7 @@ async def plan_instruments(request: PlanInstruments) -> InstrumentsPlan:
 async def load_instruments(request: LoadInstruments) -> LoadOutcome:
     """Loads a broker's instruments: a claim, a login and some hundred pages of 200 instruments,
     each an answer of a worker that serves orders first. The workflow repeats it by itself."""
-    limits = _Limits(1800.0, each=1200.0, beat=_SLOW_HEARTBEAT_TIMEOUT_S, retry=_ONCE)
+    limits = _Limits(1800.0, each=1200.0, beat=_SLOW_HEARTBEAT_TIMEOUT_S, retry=_ONE_ATTEMPT)
     why = f"load the instruments of {request.broker}"
     return await _call(BULK_QUEUE, "load_instruments", request, LoadOutcome, limits, why)
 

@@ -17,12 +17,12 @@ from temporalio.worker.workflow_sandbox import SandboxedWorkflowRunner, SandboxR
 import workflows
 
 #: Never a package: Temporal passes all modules below one, too, and with them the workflows.
-_OWN = tuple(
+_OWN_MODULES = tuple(
     module.name
     for module in pkgutil.walk_packages(workflows.__path__, "workflows.")
     if not module.ispkg and not module.name.endswith((".workflow", ".sandbox"))
 )
-PASSED_THROUGH = ("msgspec", "worker_runtime.protocol", *_OWN)
+PASSED_THROUGH = ("msgspec", "worker_runtime.protocol", *_OWN_MODULES)
 
 #: Passed through though no workflow uses them: redis-py imports modules in the finalizer of a pool,
 #: and the collector may run it on a workflow's thread. Were hiredis imported again there, its new

@@ -24,7 +24,7 @@ _MAX_NAMES = 8
 #: with less there is no room for the listing after a login.
 MIN_ADDRESS_SHARE = 0.2
 #: Seconds for which the number of an address's users is kept.
-_COUNT_KEPT_S = 60.0
+_COUNT_TTL_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class BudgetPlanner:
         last days."""
         if not self.egress_address:
             return 1.0
-        if time.monotonic() - self._counted_at > _COUNT_KEPT_S or not self._address_users:
+        if time.monotonic() - self._counted_at > _COUNT_TTL_S or not self._address_users:
             self._address_users = await self.database.fetch(budgets.count_address_users)
             self._counted_at = time.monotonic()
         return self.egress_persons / max(self._address_users, 1)

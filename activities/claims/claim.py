@@ -43,7 +43,7 @@ from worker_runtime.protocol import errors, keys
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.messages import Claim, ClaimReply, Connect, PlaceOrder
 from workflows.user_worker.messages import (
-    CRASH_WINDOW,
+    CRASH_WINDOW_S,
     ClaimRequest,
     ClaimResult,
     ClaimStatus,
@@ -241,7 +241,7 @@ class ClaimActivities:
                 claim_id=request.claim_id,
                 pool=request.pool,
                 crash_limit=MAX_CRASHES_WITHOUT_BACKOFF if request.check_crashes else 0,
-                crash_window=CRASH_WINDOW,
+                crash_window=CRASH_WINDOW_S,
                 adopt_only=request.adopt_only,
             )
         except UserNotFound:
@@ -541,7 +541,9 @@ def _adopted_result(claimed: _ClaimedWorker, assignment: WorkerSession) -> Claim
     if connected_at is None and claimed_at is not None:
         # The event of its connect may be lost.
         connected_at = (
-            claimed_at if datetime.now(UTC) - claimed_at > worker_sessions.LONG_CLAIMED else None
+            claimed_at
+            if datetime.now(UTC) - claimed_at > worker_sessions.COUNTED_CONNECTED_AFTER
+            else None
         )
     return ClaimResult(
         status=ClaimStatus.ADOPTED,

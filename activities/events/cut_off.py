@@ -47,7 +47,7 @@ MAX_KEPT_ORDERS = 500
 #: Seconds that a journal entry is kept (`keys.journal`).
 JOURNAL_TTL_S = 172_800
 #: Names of one step of a removal: about 0.5 ms, in which Valkey serves nobody else.
-REMOVED_AT_ONCE = 500
+NAMES_PER_STEP = 500
 
 log = structlog.get_logger()
 
@@ -216,7 +216,7 @@ class WorkerCutOff:
     async def _remove_names(self, writers: Sequence[str], kept: Sequence[str]) -> int:
         cursor, count = b"0", 0
         while True:
-            words = [cursor, REMOVED_AT_ONCE, "\n".join(writers), *kept]
+            words = [cursor, NAMES_PER_STEP, "\n".join(writers), *kept]
             cursor, removed = await valkey.run_script(self.client, scripts.REMOVE_NAMES, [], words)
             count += int(removed)
             if cursor == b"0":

@@ -5,9 +5,9 @@ A worker's Valkey user limits which names it reaches, not how many it makes or h
 One orchestrator watches at a time. It counts by itself and believes no figure of a worker's.
 
 - *Names and bytes.* A walk over all names counts them by worker, in short steps, so that no order
-  waits. One walk takes 2 s while there are no more names than `WALK_RATE` allows. When memory or
-  names grow fast, the watcher walks over all names at once. It cuts off a worker as soon as the
-  walk has counted more than its quota: the more the worker holds, the sooner that is.
+  waits. One walk takes 2 s while there are no more names than `MAX_WALKED_NAMES_PER_S` allows.
+  When memory or names grow fast, the watcher walks over all names at once. It cuts off a worker as
+  soon as the walk has counted more than its quota: the more the worker holds, the sooner that is.
 - *Connections and traffic.* The watcher reads the list of clients only while there are unusually
   many, or much is sent.
 - *Time.* Valkey does not say which user its processor time goes to. It notes commands of 1 ms and
@@ -48,7 +48,7 @@ from infra.valkey.memory import MemoryUse
 from worker_runtime.protocol import scripts
 
 #: Names the lock of this loop among PostgreSQL's advisory locks.
-LOCK: Final = 0x626572746A
+LOCK_ID: Final = 0x626572746A
 #: What a worker may hold. A busy one has 50 names and 0.3 MB; with a thousand failed jobs and
 #: results 5 MB.
 MAX_BYTES: Final = 64 * 1024 * 1024
@@ -57,7 +57,7 @@ MAX_NAMES: Final = 20_000
 MAX_CONNECTIONS: Final = 64
 #: Bytes a second that a worker may send and get over `RATE_SPAN_S` seconds. At 100 orders a second
 #: it is 0.5 MB.
-MAX_RATE: Final = 16 * 1024 * 1024
+MAX_BYTES_PER_S: Final = 16 * 1024 * 1024
 RATE_SPAN_S: Final = 0.75
 #: Three limits: the share of the time for which Valkey's thread may work before the watcher looks
 #: for the cause, the share that one worker's slow commands may take, and the share of all commands
@@ -65,42 +65,42 @@ RATE_SPAN_S: Final = 0.75
 BUSY_SHARE: Final = 0.5
 #: Seconds from which on the server notes a command as slow (`slowlog-log-slower-than`): each of the
 #: others takes less.
-SLOW_S: Final = 0.001
+SLOW_COMMAND_S: Final = 0.001
 #: Slow commands that are read at once.
-SLOW_COMMANDS: Final = 512
+MAX_SLOW_COMMANDS_PER_READ: Final = 512
 #: Connections that all runners of one fleet may have; a runner has about five. Bytes a second that
 #: they may send over `RATE_SPAN_S` seconds; the results of thousands of jobs are 2 MB.
 MAX_FLEET_CONNECTIONS: Final = 1_024
-MAX_FLEET_RATE: Final = 32 * 1024 * 1024
+MAX_FLEET_BYTES_PER_S: Final = 32 * 1024 * 1024
 #: The share of `maxmemory` by which a fleet may make memory grow; in bytes for a server without a
 #: maximum.
-MAX_FLEET_GROWTH: Final = 0.25
+MAX_FLEET_GROWTH_SHARE: Final = 0.25
 MAX_FLEET_BYTES: Final = 1024 * 1024 * 1024
 #: Bytes of memory that are estimated for a sent byte and for a command. A short name takes about
 #: 100 bytes more than it has, and a short member of a sorted set four times what was sent.
-BYTES_PER_SENT: Final = 2
+BYTES_PER_SENT_BYTE: Final = 2
 BYTES_PER_COMMAND: Final = 150
 #: Names, entries included, beyond which a fleet holds too much whatever its bytes: the bytes of
 #: large keys are not counted exactly.
-MANY_NAMES: Final = 100_000
+MAX_FLEET_NAMES: Final = 100_000
 #: Change of memory, in bytes, from which on the watcher reads the list of clients.
-CHANGED_BYTES: Final = 8 * 1024 * 1024
+MIN_MEMORY_CHANGE_BYTES: Final = 8 * 1024 * 1024
 #: Seconds between two reads of the totals.
-TICK_S: Final = 0.25
+READ_INTERVAL_S: Final = 0.25
 #: Seconds of one walk, and the names that it counts a second at most: more would cost over 4 % of
 #: Valkey's time.
-WALK_S: Final = 2.0
-WALK_RATE: Final = 8_000
+WALK_TIME_S: Final = 2.0
+MAX_WALKED_NAMES_PER_S: Final = 8_000
 #: Names of one step.
-STEP: Final = 100
+NAMES_PER_STEP: Final = 100
 #: Growth since the last complete walk began, in bytes and names, from which on the watcher walks at
 #: once.
-HURRY_BYTES: Final = MAX_BYTES // 4
-HURRY_NAMES: Final = MAX_NAMES // 4
+HURRY_GROWTH_BYTES: Final = MAX_BYTES // 4
+HURRY_GROWTH_NAMES: Final = MAX_NAMES // 4
 #: New connections since the last look, and bytes a second of all clients, from which on the watcher
 #: reads the list of clients.
-MORE_CONNECTIONS: Final = 200
-BUSY_RATE: Final = 8 * 1024 * 1024
+MIN_NEW_CONNECTIONS: Final = 200
+BUSY_BYTES_PER_S: Final = 8 * 1024 * 1024
 #: Seconds until a process that lost the lock tries to get it again.
 RETRY_INTERVAL_S: Final = 1.0
 
@@ -164,7 +164,9 @@ class NameWalk:
         names = min(self._baseline.names, present.names)
         size = min(self._baseline.size, present.size)
         self._baseline = KeyspaceUse(names, size)
-        return present.size - size > HURRY_BYTES or present.names - names > HURRY_NAMES
+        return (
+            present.size - size > HURRY_GROWTH_BYTES or present.names - names > HURRY_GROWTH_NAMES
+        )
 
     def begin(self, present: KeyspaceUse) -> None:
         self._began_with = present
@@ -214,8 +216,8 @@ def _tag_of(writer: str) -> str:
 
 
 #: What names of workers and of fleets begin with; other users are somebody else's.
-_WORKERS = tuple(prefix.encode() for prefix in (COLD_PREFIX, POOL_PREFIX))
-_FLEETS = FLEET_PREFIX.encode()
+_WORKER_PREFIXES = tuple(prefix.encode() for prefix in (COLD_PREFIX, POOL_PREFIX))
+_FLEET_PREFIX = FLEET_PREFIX.encode()
 _CLIENT = re.compile(
     rb"^id=(\d+) addr=(\S+) .*? user=(\S+) .*?\btot-net-in=(\d+) tot-net-out=(\d+) tot-cmds=(\d+)",
     re.MULTILINE,
@@ -257,7 +259,7 @@ class UserActivity:
         `all_slow`: seconds that everybody's slow commands took. While others' ran, none of this
         user's did.
         """
-        quick = (self.commands - self.slow_commands) * SLOW_S
+        quick = (self.commands - self.slow_commands) * SLOW_COMMAND_S
         return min(self.slow + quick, span - (all_slow - self.slow))
 
     def add(self, before: ClientTotals, now: ClientTotals, slow: SlowTime) -> None:
@@ -273,14 +275,14 @@ class UserActivity:
         """Returns which quota this exceeds in `span` seconds; '' if none."""
         if self.connections > (MAX_FLEET_CONNECTIONS if is_fleet else MAX_CONNECTIONS):
             return f"has {self.connections} connections"
-        if not is_fleet and self.traffic > MAX_RATE * span:
+        if not is_fleet and self.traffic > MAX_BYTES_PER_S * span:
             return f"sends and gets {self.traffic / span / 1e6:.0f} MB a second"
         return ""
 
     def flood(self, span: float) -> str:
         """Returns how much a fleet sends; '' if it may send that much. One burst is allowed: the
         caller acts on the second read in a row."""
-        if self.sent > MAX_FLEET_RATE * span:
+        if self.sent > MAX_FLEET_BYTES_PER_S * span:
             return f"sends {self.sent / span / 1e6:.0f} MB a second"
         return ""
 
@@ -317,7 +319,7 @@ class ValkeyUserState:
 
     def note_growth(self, growth: int, activity: UserActivity) -> None:
         """Notes that memory has grown by `growth` bytes while the fleet did this."""
-        caused = BYTES_PER_SENT * activity.sent + BYTES_PER_COMMAND * activity.commands
+        caused = BYTES_PER_SENT_BYTE * activity.sent + BYTES_PER_COMMAND * activity.commands
         self.grown = max(0, self.grown + min(growth, caused))
 
 
@@ -404,7 +406,7 @@ class ClientCounts:
 
 def _is_ours(user: bytes) -> bool:
     """Returns True for a worker's and a fleet's Valkey user."""
-    return user.startswith(_WORKERS) or user.startswith(_FLEETS)
+    return user.startswith(_WORKER_PREFIXES) or user.startswith(_FLEET_PREFIX)
 
 
 @dataclass(eq=False)
@@ -431,10 +433,10 @@ class ServerLoad:
             self.is_busy = share > busy_share
         self._connections = min(self._connections, totals.connections)
         is_suspicious = (
-            totals.connections - self._connections > MORE_CONNECTIONS
-            or abs(totals.memory.used - self._listed_used) > CHANGED_BYTES
+            totals.connections - self._connections > MIN_NEW_CONNECTIONS
+            or abs(totals.memory.used - self._listed_used) > MIN_MEMORY_CHANGE_BYTES
             or self.is_busy
-            or totals.traffic > BUSY_RATE
+            or totals.traffic > BUSY_BYTES_PER_S
         )
         return is_suspicious and self.may_list(now)
 
@@ -477,7 +479,7 @@ class QuotaWatcher:
     async def run(self) -> None:
         while True:
             try:
-                await lead(self.database_url, LOCK, self._watch)
+                await lead(self.database_url, LOCK_ID, self._watch)
             except DatabaseUnavailable as error:
                 log.warning("quota_watcher_waits", reason=error.detail)
             await asyncio.sleep(RETRY_INTERVAL_S)
@@ -498,7 +500,7 @@ class QuotaWatcher:
                         "quotas_not_watched", error=type(error).__name__, reason=str(error)[:200]
                     )
                 self._is_unreadable = True
-            await asyncio.sleep(max(0.0, began + TICK_S - time.monotonic()))
+            await asyncio.sleep(max(0.0, began + READ_INTERVAL_S - time.monotonic()))
 
     async def look(self) -> None:
         """Reads the totals, reads the list of clients if they are suspicious, and takes the next
@@ -541,9 +543,9 @@ class QuotaWatcher:
                 await self._check_clients(time.monotonic(), totals)
 
     async def _walk_for_a_tick(self, present: KeyspaceUse) -> None:
-        """Takes the steps that a walk of `WALK_S` seconds needs in each tick."""
-        names = min(present.names / WALK_S, WALK_RATE) * TICK_S
-        for _ in range(math.ceil(names / STEP)):
+        """Takes the steps that a walk of `WALK_TIME_S` seconds needs in each tick."""
+        names = min(present.names / WALK_TIME_S, MAX_WALKED_NAMES_PER_S) * READ_INTERVAL_S
+        for _ in range(math.ceil(names / NAMES_PER_STEP)):
             if await self._take_step(present):
                 break
 
@@ -557,7 +559,7 @@ class QuotaWatcher:
         if walk.is_at_start:
             walk.begin(present)
         reply = await valkey.run_script(
-            self.client, scripts.MEASURE_NAMES, [], [walk.cursor, STEP, MAX_NAMES]
+            self.client, scripts.MEASURE_NAMES, [], [walk.cursor, NAMES_PER_STEP, MAX_NAMES]
         )
         for writer, reason in walk.add(reply):
             if await self.cutting.cut_off_writer(writer, reason):
@@ -584,10 +586,10 @@ class QuotaWatcher:
                 await self._cut_off_fleet(user, reason)
             else:
                 await self.cutting.cut_off(Offender(worker_id=user), reason)
-        limit = totals.memory.limit * MAX_FLEET_GROWTH or MAX_FLEET_BYTES
+        limit = totals.memory.limit * MAX_FLEET_GROWTH_SHARE or MAX_FLEET_BYTES
         for user, grown in self._clients.grown.items():
             names, size = self._walk.held_by_fleet(user.removeprefix(FLEET_PREFIX))
-            if grown > limit and (size > limit / 2 or names > MANY_NAMES):
+            if grown > limit and (size > limit / 2 or names > MAX_FLEET_NAMES):
                 await self._cut_off_fleet(user, f"holds {names} names and {size} bytes or more")
         self._load.note_listed(totals)
 
@@ -599,7 +601,7 @@ class QuotaWatcher:
 
     async def _read_slow_commands(self) -> dict[bytes, SlowTime]:
         """Returns what slow commands took since the last call, by the client's address."""
-        entries = await self.client.slowlog_get(SLOW_COMMANDS)
+        entries = await self.client.slowlog_get(MAX_SLOW_COMMANDS_PER_READ)
         last = self._last_slow
         self._last_slow = max((int(entry["id"]) for entry in entries), default=0)
         slow: dict[bytes, SlowTime] = {}

@@ -49,13 +49,13 @@ BUSY_GATHER_S = 0.06
 #: Events of one order, from its submission to its fill.
 EVENTS_PER_ORDER = 4
 #: Milliseconds of one blocking read; the socket timeout is 5 s.
-BLOCK_MS = 1000
+READ_TIMEOUT_MS = 1000
 #: Milliseconds after which an entry that its consumer has not acknowledged goes to another one.
-ABANDONED_MS = 30_000
+ABANDONED_AFTER_MS = 30_000
 #: Seconds between two rounds of claiming abandoned entries and trimming.
 UPKEEP_INTERVAL_S = 10.0
 #: Milliseconds after which a consumer without entries is forgotten.
-IDLE_CONSUMER_MS = 3_600_000
+IDLE_CONSUMER_TTL_MS = 3_600_000
 #: Seconds that a message waits for a version of the message secret that this process has not read;
 #: the file is read again each second. Only so often, since anybody who can write to Valkey can name
 #: a version.
@@ -103,7 +103,7 @@ class EventStream:
     #: Without them what fails for good is dropped.
     dead_letters: DeadLetters | None = None
     consumer: str = ""
-    abandoned_ms: int = ABANDONED_MS
+    abandoned_ms: int = ABANDONED_AFTER_MS
     most_tries: int = MAX_TRIES
 
     def __post_init__(self) -> None:
@@ -143,7 +143,11 @@ class EventStream:
         """Handles one batch; returns its size."""
         reply = await reply_of(
             self.client.xreadgroup(
-                self.group, self._consumer, {self._stream: cursor}, count=BATCH_SIZE, block=BLOCK_MS
+                self.group,
+                self._consumer,
+                {self._stream: cursor},
+                count=BATCH_SIZE,
+                block=READ_TIMEOUT_MS,
             )
         )
         entries = [
@@ -168,7 +172,7 @@ class EventStream:
             if cursor == b"0-0":
                 break
         for consumer in await reply_of(self.client.xinfo_consumers(self._stream, self.group)):
-            if consumer["pending"] == 0 and consumer["idle"] > IDLE_CONSUMER_MS:
+            if consumer["pending"] == 0 and consumer["idle"] > IDLE_CONSUMER_TTL_MS:
                 await reply_of(
                     self.client.xgroup_delconsumer(self._stream, self.group, consumer["name"])
                 )

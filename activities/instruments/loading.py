@@ -39,7 +39,7 @@ READ_TIMEOUT_S = 600.0
 #: To switch to so many takes PostgreSQL 6 s on a busy machine; a statement may take 10 s.
 MAX_INSTRUMENTS = 100_000
 #: What a column holds (`Numeric(18, 6)`).
-_MAX_DECIMALS = Decimal("0.000001")
+_MIN_DECIMAL_STEP = Decimal("0.000001")
 
 log = structlog.get_logger()
 
@@ -224,6 +224,6 @@ def find_fault(instrument: Instrument, markets: Mapping[str, MarketRule]) -> str
         return f"a lower limit of {low}, above the upper one of {high}"
     columns = (instrument.lot_value, instrument.reference, low, high)
     for value in (*columns, *known, *(step.tick for step in instrument.ticks)):
-        if value is not None and value != value.quantize(_MAX_DECIMALS):
+        if value is not None and value != value.quantize(_MIN_DECIMAL_STEP):
             return f"the value {value}, which has more than 6 decimals"
     return None

@@ -234,11 +234,11 @@ def _late(snapshot: FleetSnapshot, limits: OverdueLimits, row: AssignmentRow) ->
     return "claimed for too long" if row.age > limits.connect else ""
 
 
-#: Up to FEW anomalies are never an outage; from the share MANY on they are.
-FEW = 3
-MANY = 0.2
+#: Up to three anomalies are never an outage; more are one from a fifth of all on.
+MAX_ANOMALIES_WITHOUT_OUTAGE = 3
+MIN_OUTAGE_SHARE = 0.2
 #: Seconds after which a pass is too old to be compared with.
-OLD = 600.0
+MAX_PASS_AGE_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,7 +256,7 @@ class ScanSummary:
 
 
 def is_many(count: int, of: int) -> bool:
-    return count > FEW and count >= MANY * of
+    return count > MAX_ANOMALIES_WITHOUT_OUTAGE and count >= MIN_OUTAGE_SHARE * of
 
 
 def guard_reason(scan: ScanSummary, before: PassRecord | None, *, override: bool = False) -> str:
@@ -265,7 +265,7 @@ def guard_reason(scan: ScanSummary, before: PassRecord | None, *, override: bool
     agree."""
     if not scan.place.generation:
         return "the generation is missing"
-    if before is None or before.age > OLD:
+    if before is None or before.age > MAX_PASS_AGE_S:
         return "the first pass in a while"
     if not before.place.generation:
         return "the pass before could not read"

@@ -16,7 +16,7 @@ from worker_runtime.jobs.protocol.messages import Job
 from worker_runtime.protocol.errors import MalformedMessage
 
 #: Seconds between two looks.
-PERIOD_S = 60.0
+CHECK_INTERVAL_S = 60.0
 #: Name of the event in deliveries to a user's own receiver (`DeliverWebhook.event`).
 EVENT = "certificate.expires"
 
@@ -24,7 +24,7 @@ log = structlog.get_logger()
 
 
 async def warn_of_certificates(
-    database: Database, jobs: KeptJobs, period_s: float = PERIOD_S
+    database: Database, jobs: KeptJobs, period_s: float = CHECK_INTERVAL_S
 ) -> None:
     """Warns of certificates that expire soon, in a background loop."""
     while True:

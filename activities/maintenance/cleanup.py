@@ -31,7 +31,7 @@ from workflows import names
 from workflows.user_worker.messages import Examine, UserWorkerView, WorkerRef, WorkerState
 
 #: Anomalies that are cleaned up together: a stop waits up to `LOGOUT_GRACE_S` seconds.
-ABREAST = 20
+MAX_CONCURRENT_CLEANUPS = 20
 #: Seconds that a worker gets to log out.
 LOGOUT_GRACE_S = 10.0
 #: States in which a workflow is busy with its worker, each with a deadline.
@@ -71,8 +71,8 @@ class AnomalyCleaner:
         """Cleans up after the suspects and counts the outcomes. Raises `RedisError` or
         `LauncherUnreachable` when it cannot continue."""
         outcomes: Counter[str] = Counter()
-        for start in range(0, len(suspects), ABREAST):
-            done = await self._clean(suspects[start : start + ABREAST], seen)
+        for start in range(0, len(suspects), MAX_CONCURRENT_CLEANUPS):
+            done = await self._clean(suspects[start : start + MAX_CONCURRENT_CLEANUPS], seen)
             for suspect, outcome in done.items():
                 outcomes[outcome] += 1
                 log.info(

@@ -21,7 +21,7 @@ from workflows import names
 #: Seconds between two rounds.
 CHECK_INTERVAL_S = 60.0
 #: Runs that are read: the newest. What a pass of maintenance left, the next one does.
-MOST_RUNS = 500
+MAX_RUNS = 500
 _FAILED = (
     'ExecutionStatus IN ("Failed", "TimedOut")'
     f' AND WorkflowType != "{names.MAINTENANCE}" AND WorkflowType != "{names.MAINTENANCE_BATCH}"'
@@ -42,7 +42,7 @@ class FailureCollector:
     """A background loop. Several may run: a failure counts once."""
 
     def __init__(
-        self, database: Database, temporal: Client, days: float, most_runs: int = MOST_RUNS
+        self, database: Database, temporal: Client, days: float, most_runs: int = MAX_RUNS
     ) -> None:
         """Keeps letters for `days`."""
         self._database = database

@@ -38,7 +38,7 @@ from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import Failure
 
 #: How long a round waits for a message about a job.
-NEWS_WAIT_MS = 2000
+NEWS_TIMEOUT_MS = 2000
 #: Seconds between two rounds.
 ROUND_INTERVAL_S = 0.5
 #: Jobs of one round, and news that are read at once.
@@ -46,7 +46,7 @@ MAX_JOBS_PER_ROUND = 500
 
 #: Seconds for which the sweeper has a worker started for a user's job that waits. Temporal may be
 #: away when the job is accepted; a login that the broker refuses must not be tried for ever.
-START_WORKER_FOR_S = 600.0
+WORKER_START_TIMEOUT_S = 600.0
 
 #: Failure handlers by job id prefix, up to the hyphen. One may be called again. Jobs without one
 #: only get an entry in the list of dead letters.
@@ -89,7 +89,7 @@ class KeptJobSweeper:
                 log.warning(
                     "kept_jobs_not_swept", error=type(error).__name__, reason=str(error)[:200]
                 )
-                await asyncio.sleep(NEWS_WAIT_MS / 1000)
+                await asyncio.sleep(NEWS_TIMEOUT_MS / 1000)
             await asyncio.sleep(ROUND_INTERVAL_S)
 
     async def load_applications(self) -> None:
@@ -121,7 +121,7 @@ class KeptJobSweeper:
                 await users.revoke(tag, keys_of_retired)
                 self._logins[name] = application.generations
 
-    async def mark_ended_jobs_due(self, block: int = NEWS_WAIT_MS) -> None:
+    async def mark_ended_jobs_due(self, block: int = NEWS_TIMEOUT_MS) -> None:
         """Has jobs of the fleet and of applications checked as soon as they end: until an end is
         noted, a flush of Valkey would have the job run again. Waits `block` ms for news."""
         tags = {job_keys.events(tag): tag for tag in self._cursors}
@@ -199,7 +199,7 @@ class KeptJobSweeper:
             await self._kept.end(row.job_id, row.user_id, state.state)
         elif row.outcome or row.missing:
             await self._kept.change(row.job_id, row.user_id, outcome=None, missing=False)
-        is_young = time.time() - row.created_at.timestamp() < START_WORKER_FOR_S
+        is_young = time.time() - row.created_at.timestamp() < WORKER_START_TIMEOUT_S
         if state.state == "waiting" and (row.outcome or is_young):
             await self._start_worker(row.user_id)
 

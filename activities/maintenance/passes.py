@@ -25,14 +25,14 @@ from workflows.maintenance.messages import Batch, Cleaned, FinishPass, Maintenan
 
 #: Seconds that an assignment may go without a connected worker: a claim or launch (65 s) and three
 #: logins with their pauses (82 s), and as much again.
-CONNECT_LIMIT_S = 300.0
+MAX_UNCONNECTED_S = 300.0
 #: Seconds beyond twice the idle timeout that a worker may be unused: its workflow checks at most 20
 #: min late (docs/how-it-works/lifecycle.md). A worker of the morning waits `morning_window` for its
 #: bell, too, and at most 15 min more for a later one.
 IDLE_MARGIN_S = 1800.0
 #: Seconds beyond a mark's life between the two passes that must see the same anomaly: a mark that
 #: the first one saw, and that nobody renews, is gone when the second one looks.
-CONFIRM_MARGIN = 10.0
+CONFIRM_MARGIN_S = 10.0
 
 log = structlog.get_logger()
 
@@ -51,9 +51,11 @@ class MaintenanceActivities:
 
     def __post_init__(self) -> None:
         own = self.settings
-        self._confirm = own.mark_ttl + CONFIRM_MARGIN if self.confirm is None else self.confirm
+        self._confirm = own.mark_ttl + CONFIRM_MARGIN_S if self.confirm is None else self.confirm
         idle = 2 * own.idle_timeout + own.morning_window + IDLE_MARGIN_S
-        self._limits = OverdueLimits(connect=CONNECT_LIMIT_S, idle=idle, launch=own.launch_timeout)
+        self._limits = OverdueLimits(
+            connect=MAX_UNCONNECTED_S, idle=idle, launch=own.launch_timeout
+        )
         self._boot = boot_id()
 
     @activity.defn

@@ -9,12 +9,12 @@ from infra.database import budgets
 from infra.database.engine import Database
 
 #: Seconds between two looks: an operator hears of a pair within a minute.
-PERIOD_S = 10.0
+CHECK_INTERVAL_S = 10.0
 
 log = structlog.get_logger()
 
 
-async def find_person_matches(database: Database, period_s: float = PERIOD_S) -> None:
+async def find_person_matches(database: Database, period_s: float = CHECK_INTERVAL_S) -> None:
     """Finds users who log in as one person, in a background loop."""
     while True:
         try:

@@ -1,8 +1,9 @@
 """Scans the fleet, or some workers: assignments, tasks, marks, metadata and pool entries.
 
 PostgreSQL and the launcher name the keys to read. Only a mark that neither knows needs a SCAN, of
-at most `SCANNED` keys a pass; the next pass continues where this one ended. So in a Valkey with
-millions of other keys a pass costs no more, and an orphan mark is found some passes later.
+at most `MAX_KEYS_PER_PASS` keys a pass; the next pass continues where this one ended. So in a
+Valkey with millions of other keys a pass costs no more, and an orphan mark is found some passes
+later.
 """
 
 import asyncio
@@ -32,17 +33,17 @@ from worker_runtime.protocol.worker_reports import read_metadata
 
 #: Keys of one SCAN, which takes Valkey about 0.1 ms, and of all SCANs of one pass.
 KEYS_PER_SCAN = 500
-SCANNED = 200_000
+MAX_KEYS_PER_PASS = 200_000
 #: Commands of one pipeline; other tasks run between two.
 COMMANDS_PER_PIPELINE = 500
 #: Questions to the launcher at the same time.
-LOOKUPS_AT_ONCE = 20
+MAX_CONCURRENT_LOOKUPS = 20
 #: Seconds for which the number of listed tasks counts in the clean-up of one pass: a pass over
 #: 10,000 workers takes 3 s.
 COUNT_MAX_AGE_S = 5.0
 #: Members of a pool's list of free workers that a pass reads. Only forged ones are more, and the
 #: pool's own count removes them.
-FREE = 20_000
+MAX_FREE_WORKERS_READ = 20_000
 #: Matches `worker:active:…` and `worker:metadata:…`.
 _PATTERN = "worker:[am][ce]t*"
 #: Ids of users, workers and claims, and marks. Workers write them, and PostgreSQL refuses a text
@@ -164,8 +165,8 @@ class FleetScanner:
     async def _tasks_of(self, workers: Collection[str]) -> list[Task]:
         tasks: list[Task] = []
         names = sorted(workers)
-        for start in range(0, len(names), LOOKUPS_AT_ONCE):
-            batch = names[start : start + LOOKUPS_AT_ONCE]
+        for start in range(0, len(names), MAX_CONCURRENT_LOOKUPS):
+            batch = names[start : start + MAX_CONCURRENT_LOOKUPS]
             for own in await asyncio.gather(
                 *(self.launcher.find_tasks(worker) for worker in batch)
             ):
@@ -194,7 +195,7 @@ class FleetScanner:
         names = sorted(pools)
         async with self.client.pipeline(transaction=False) as pipe:
             for pool in names:
-                pipe.zrange(keys.pool_ready(pool), 0, FREE - 1)
+                pipe.zrange(keys.pool_ready(pool), 0, MAX_FREE_WORKERS_READ - 1)
             member_lists = await pipe.execute() if names else []
         return {
             pool: {_id_of(member) for member in members} - {""}
@@ -205,7 +206,7 @@ class FleetScanner:
         """Returns the users with a mark or metadata in Valkey, as far as the SCANs of this pass
         get."""
         user_ids: set[str] = set()
-        for _ in range(SCANNED // KEYS_PER_SCAN):
+        for _ in range(MAX_KEYS_PER_PASS // KEYS_PER_SCAN):
             self._cursor, scanned = await reply_of(
                 self.client.scan(self._cursor, match=_PATTERN, count=KEYS_PER_SCAN)
             )

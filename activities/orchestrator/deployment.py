@@ -28,7 +28,7 @@ ENTITIES = (names.USER_WORKER, names.WORKER_POOL, names.ORDER, names.ROLLOUT)
 
 #: Seconds for a query: an orchestrator answers in 5 ms, but its host may stand still for 3 s.
 #: Without an orchestrator the server waits to the end.
-_ANSWER = 4.0
+_QUERY_TIMEOUT_S = 4.0
 #: A query that the SDK answers for every workflow.
 _ANY_WORKFLOW_KNOWS = "__temporal_workflow_metadata"
 #: The tasks for which a worker with workflows polls each of its queues.
@@ -37,7 +37,7 @@ _KINDS = (
     enums.TaskQueueType.TASK_QUEUE_TYPE_ACTIVITY,
 )
 #: Workflows asked before a version counts as served by nobody.
-_ASKED = 3
+_MAX_WORKFLOWS_ASKED = 3
 
 _VERSION = SearchAttributeKey.for_keyword("TemporalWorkerDeploymentVersion")
 
@@ -151,11 +151,15 @@ class Deployment:
     async def served(self, runs: Sequence[RunningWorkflow]) -> bool:
         """Returns True if an orchestrator answers for them; Temporal's list of pollers is minutes
         old."""
-        return any(await asyncio.gather(*(self._answers(run.workflow_id) for run in runs[:_ASKED])))
+        return any(
+            await asyncio.gather(
+                *(self._answers(run.workflow_id) for run in runs[:_MAX_WORKFLOWS_ASKED])
+            )
+        )
 
     async def _answers(self, workflow_id: str) -> bool:
         try:
-            async with asyncio.timeout(_ANSWER):
+            async with asyncio.timeout(_QUERY_TIMEOUT_S):
                 await self._temporal.get_workflow_handle(workflow_id).query(_ANY_WORKFLOW_KNOWS)
         except WorkflowQueryFailedError:  # an orchestrator took it
             return True

@@ -61,7 +61,7 @@ from workflows.user_worker.workflow import UserWorkerWorkflow
 from workflows.worker_pool.workflow import WorkerPoolWorkflow
 
 #: The pool of Valkey connections: each waiting claim holds one for up to 1.5 s.
-VALKEY_CONNECTIONS = 256
+MAX_VALKEY_CONNECTIONS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ async def open_resources(settings: Settings) -> AsyncIterator[OrchestratorResour
     traces = Traces(settings.traces_url, "berth-orchestrator") if settings.traces_url else None
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(closing_traces(traces))
-        client = valkey.connect_valkey(settings.valkey_url, max_connections=VALKEY_CONNECTIONS)
+        client = valkey.connect_valkey(settings.valkey_url, max_connections=MAX_VALKEY_CONNECTIONS)
         stack.push_async_callback(client.aclose)
         database = Database(
             settings.database_url,

@@ -50,7 +50,7 @@ from workflows.user_worker.messages import Examine, UserWorkerView
 from workflows.worker_pool.messages import PoolView, SetRelease
 
 #: Names the restorer's locks among PostgreSQL's advisory locks: one for each pool.
-LOCK = 0x6265_0000_0000
+LOCK_ID_BASE = 0x6265_0000_0000
 #: Seconds until what seems to be missing is looked at once more.
 CONFIRM_AFTER_S = 10.0
 #: Seconds between two tries while PostgreSQL is away.
@@ -95,7 +95,7 @@ class EntityRestorer:
         self._runs: dict[str, ExecutionState] = {}
 
     async def run(self) -> None:
-        lock = LOCK + zlib.crc32(self.settings.pool.encode())
+        lock = LOCK_ID_BASE + zlib.crc32(self.settings.pool.encode())
         while True:
             try:
                 await lead(self.settings.session_database_url, lock, self._run_while_leading)

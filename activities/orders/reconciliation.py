@@ -79,7 +79,7 @@ _NEVER_TAKEN = frozenset({OrderState.REJECTED, OrderState.EXPIRED})
 Differences = dict[str, list[Any]]
 
 #: Orders of others that an account's books list: about what one report has room for.
-MOST_FOREIGN = 1000
+MAX_FOREIGN_ORDERS = 1000
 
 #: The kind of differences in full lots, or in contracts.
 POSITIONS = "positions"
@@ -169,7 +169,7 @@ async def _orders(
     strangers = [
         order_id for order_id in dict.fromkeys([*open_ones, *ids]) if order_id not in explained
     ]
-    differences["foreign_orders"] = sorted(strangers[:MOST_FOREIGN])
+    differences["foreign_orders"] = sorted(strangers[:MAX_FOREIGN_ORDERS])
     return differences
 
 

@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of, text_of
-from infra.valkey.memory import REFUSED_ABOVE
+from infra.valkey.memory import REFUSED_ABOVE_PERMILLE
 from infra.vault.key_pairs import OrchestratorKeys
 from worker_runtime.protocol import keys, scripts, sealing
 from workflows.user_worker.messages import WorkerRef
@@ -119,7 +119,7 @@ async def claim_entry(
     args: list[Any] = [claim_id, keys.pool_worker_prefix(pool), keys.CLAIM_TTL_S]
     if user_id:
         key_names += [keys.pool_wait_queue(pool), keys.pool_last_asked(pool)]
-        args += [user_id, int(WAIT_QUEUE_TTL_S * 1000), avoid, REFUSED_ABOVE, *refused]
+        args += [user_id, int(WAIT_QUEUE_TTL_S * 1000), avoid, REFUSED_ABOVE_PERMILLE, *refused]
     status, *fields = await valkey.run_script(client, scripts.CLAIM, key_names, args)
     # 'empty' names none, 'gone' only a worker.
     worker_id, public_key, proof = (*fields, None, None, None)[:3]

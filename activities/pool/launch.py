@@ -43,7 +43,7 @@ COLD_PREFIX = "c-"
 #: Seconds between two reads of a launched worker's entry: it appears after 0.3 to 1 s.
 POLL_INTERVAL_S = 0.05
 #: Seconds that must be left for a second launch: a worker takes 0.3 to 1 s on a running host.
-MIN_SECONDS_FOR_SECOND_LAUNCH = 3.0
+MIN_TIME_FOR_SECOND_LAUNCH_S = 3.0
 #: Seconds of one wait for a worker, and between two checks whether its task still runs.
 MAX_BLOCKING_WAIT_S = 1
 
@@ -140,7 +140,7 @@ class LaunchActivities:
             if (
                 error.type != NEVER_READY
                 or known_bad
-                or seconds_left < MIN_SECONDS_FOR_SECOND_LAUNCH
+                or seconds_left < MIN_TIME_FOR_SECOND_LAUNCH_S
             ):
                 raise
             good = snapshot.good or Release()

@@ -40,7 +40,7 @@ log = structlog.get_logger()
 
 
 #: Most orders of one user that are read: more do not fit into a job.
-MOST_ORDERS = 20_000
+MAX_ORDERS = 20_000
 _DAY = timedelta(days=1)
 
 
@@ -56,7 +56,7 @@ class DailyActivities:
     calendar: Calendar
     settings: Settings
     _: KW_ONLY
-    most_orders: int = MOST_ORDERS
+    most_orders: int = MAX_ORDERS
 
     def __post_init__(self) -> None:
         self._end = timedelta(seconds=self.settings.trading_day_end)

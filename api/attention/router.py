@@ -41,7 +41,7 @@ router = APIRouter(tags=["orders"])
 Most = Annotated[int, Query(ge=1, le=500, description="Most of them.")]
 
 
-@router.get("/attention", summary="Orders that wait for a person")
+@router.get("/attention", summary="List orders that wait for an operator")
 async def list_attention(
     call: Call,
     cursor: PageCursor = None,
@@ -53,7 +53,7 @@ async def list_attention(
         ),
     ] = False,
 ) -> AttentionPage:
-    """Lists orders of all users whose outcome only an operator can find out, with the whole story.
+    """Shows orders whose outcome only an operator can find out, of all users, with every step.
 
     An order leaves the list when it is final: by `resolve`, by a recheck, or when the broker tells
     of it after all. Operators only.
@@ -73,12 +73,11 @@ async def list_attention(
 @router.post(
     "/orders/{order_id}/recheck",
     status_code=202,
-    summary="Ask the broker again",
+    summary="Check an order at the broker again",
     responses=problems.responses(OrderNotFound, attention.OrderSettled),
 )
 async def recheck_order(order_id: UUID, call: Call) -> OrderView:
-    """Has an order that is not final looked at again, at once:
-    at the broker, through the user's worker.
+    """Asks at once, through the user's worker, about an order that is not final.
 
     It stays on the list for a person until it is settled. Another user's order is not found.
     """
@@ -89,14 +88,14 @@ async def recheck_order(order_id: UUID, call: Call) -> OrderView:
 
 @router.post(
     "/orders/{order_id}/resolve",
-    summary="End an order by hand",
+    summary="Settle an order by hand",
     responses=problems.responses(
         OrderNotFound, attention.OrderSettled, attention.ResolutionInvalid
     ),
 )
 async def resolve_order(order_id: UUID, body: ResolveOrderRequest, call: Call) -> OrderView:
-    """Writes down how an order ended that is not final.
-    It is final then, whatever is reported later.
+    """Records how an order ended that is not final. The order is final then, whatever is reported
+    later.
 
     Nothing is changed at the broker: find out there first. Operators only; kept in the audit trail.
     """
@@ -111,11 +110,11 @@ def _attention_view(row: models.Order) -> AttentionOrderView:
     return AttentionOrderView.model_validate(view_of(row).model_dump() | details)
 
 
-@router.get("/users/{user_id}/reconciliations", summary="Differences with the broker")
+@router.get("/users/{user_id}/reconciliations", summary="List a user's differences from the broker")
 async def list_reconciliations(
     user_id: KnownUserId, call: Call, limit: Most = 100
 ) -> ReconciliationList:
-    """Lists what comparisons of our books with the broker's found after logins; the open ones
+    """Shows what comparisons after logins found between our books and the broker's, the open ones
     first.
 
     A comparison closes what it shows to be in order again. An order that is not ours stays until an
@@ -127,7 +126,7 @@ async def list_reconciliations(
     )
 
 
-@router.get("/reconciliations", summary="Differences that wait for a person")
+@router.get("/reconciliations", summary="List open differences of all users")
 async def list_open_reconciliations(
     call: Call,
     after: Annotated[
@@ -135,7 +134,7 @@ async def list_open_reconciliations(
     ] = 0,
     limit: Most = 100,
 ) -> ReconciliationList:
-    """Lists the open reconciliations of all users, the oldest first. Operators only."""
+    """Sorts them from the oldest to the newest. Operators only."""
     rows = await call.database.fetch(reconciliations.open_reconciliations, after=after, limit=limit)
     return ReconciliationList(
         reconciliations=[ReconciliationView.model_validate(row) for row in rows]
@@ -150,7 +149,7 @@ async def list_open_reconciliations(
 async def resolve_reconciliation(
     number: Annotated[int, Path(ge=1, le=2**63 - 1)], body: ResolveReconciliationRequest, call: Call
 ) -> ReconciliationView:
-    """Closes an open difference; an account that it blocked takes orders again. Operators only.
+    """Lets an account that it blocked take orders again. Operators only.
 
     What is closed is known from then on: the same orders and the same lots are no difference again.
     """
@@ -160,7 +159,7 @@ async def resolve_reconciliation(
     return ReconciliationView.model_validate(row)
 
 
-@router.get("/person-matches", summary="Users who log in as one person")
+@router.get("/person-matches", summary="List users who log in as one person")
 async def list_person_matches(
     call: Call,
     resolved: Annotated[bool, Query(description="Also those that were decided.")] = False,
@@ -169,7 +168,7 @@ async def list_person_matches(
     ] = 0,
     limit: Most = 100,
 ) -> PersonMatchList:
-    """Lists pairs of users whose logins name the same person at one broker, which counts both
+    """Shows pairs of users whose logins name the same person at one broker, which counts both
     together. Berth counts each user apart until an operator decides. Operators only."""
     rows = await call.database.fetch(
         budgets.list_matches, resolved=resolved, after=after, limit=limit
@@ -177,7 +176,7 @@ async def list_person_matches(
     return PersonMatchList(person_matches=[PersonMatchView.of(row) for row in rows])
 
 
-@router.get("/certificates", summary="Certificates that expire")
+@router.get("/certificates", summary="List certificates that expire")
 async def list_certificates(
     call: Call,
     within_days: Annotated[
@@ -185,9 +184,9 @@ async def list_certificates(
     ] = 30,
     limit: Most = 100,
 ) -> CertificateList:
-    """Lists certificates of live accounts that have expired or expire soon, soonest first. Their
-    users are warned 30, 7 and 1 days ahead, and orders are refused once one has expired. Operators
-    only."""
+    """Shows certificates of live accounts that have expired or expire soon, the soonest first.
+    Their users are warned 30, 7 and 1 days ahead, and orders are refused once one has expired.
+    Operators only."""
     rows = await call.database.fetch(
         certificates.list_certificates, within_days=within_days, limit=limit
     )
@@ -196,13 +195,14 @@ async def list_certificates(
 
 @router.post(
     "/person-matches/{number}/resolve",
-    summary="Link two users, or keep them apart",
+    summary="Decide whether two users are one person",
     responses=problems.responses(budgets.PersonMatchNotFound),
 )
 async def resolve_person_match(
     number: Annotated[int, Path(ge=1, le=2**63 - 1)], body: ResolvePersonMatchRequest, call: Call
 ) -> PersonMatchView:
-    """Lets both users share one budget at the broker, or keeps them apart; may be decided again.
+    """Lets both users share one budget at the broker, or counts them apart. The decision can be
+    changed.
 
     Ask both first: a user who only claims to be the other one could use up the other's limits once
     they are linked. In force within seconds where workers run. Operators only.

@@ -34,8 +34,8 @@ async def list_dead_letters(
     cursor: PageCursor = None,
     limit: PageLimit = 100,
 ) -> DeadLetterPage:
-    """Lists workflow runs, jobs, alerts and messages that failed for good, and orders that wait for
-    an operator; the newest first. They stop nobody, but something was lost. For operators."""
+    """Shows workflow runs, jobs, alerts and messages that failed for good, and orders that wait for
+    an operator, the newest first. They block nobody, but something was lost. For operators."""
     behind = position_of(cursor) if cursor else None
     rows = await call.database.fetch(
         dead_letters.list_letters, kind=kind, user_id=user_id, after=behind, limit=limit + 1
@@ -46,11 +46,11 @@ async def list_dead_letters(
 
 @router.get(
     "/{letter_id}",
-    summary="Look at a dead letter",
+    summary="Get a dead letter",
     responses=problems.responses(DeadLetterNotFound),
 )
 async def get_dead_letter(letter_id: UUID, call: Call) -> DeadLetterView:
-    """Returns a dead letter, open or closed. For operators."""
+    """Finds closed ones, too. For operators."""
     return DeadLetterView.model_validate(
         await call.database.fetch(dead_letters.get_letter, letter_id)
     )
@@ -71,10 +71,9 @@ async def get_dead_letter(letter_id: UUID, call: Call) -> DeadLetterView:
 async def close_dead_letter(
     letter_id: UUID, act: Literal["redrive", "dismiss"], body: ReasonBody, call: Call
 ) -> DeadLetterView:
-    """Closes a dead letter. `redrive` tries again (rechecks an order, requeues a job or an alert,
-    starts a workflow with the same input, hands a message to its readers); the letter is back if
-    that fails. `dismiss` does nothing more about it, and a failed job leaves its queue. For
-    operators."""
+    """`redrive` tries again: it rechecks an order, requeues a job or an alert, starts a workflow
+    with the same input, or hands a message to its readers. The letter is open again if that fails.
+    `dismiss` only closes the letter, and removes a failed job from its queue. For operators."""
     letter = await call.database.fetch(dead_letters.get_letter, letter_id)
     if letter.closed_at is not None:
         raise LetterRefused("somebody has redriven or dismissed it")

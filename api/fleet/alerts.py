@@ -25,7 +25,7 @@ from infra.metrics import MetricsPage
 from infra.settings import Settings
 from infra.valkey.client import number_of, read_clock, reply_of, text_of
 from infra.valkey.failures import code_of, refuses_writes
-from infra.valkey.memory import ALERT_ABOVE
+from infra.valkey.memory import ALERT_ABOVE_SHARE
 from worker_runtime.jobs.protocol.catalog import DeliverWebhook, SendEmail, make_job
 from worker_runtime.jobs.protocol.messages import Job
 from worker_runtime.jobs.protocol.telemetry import MAX_ERRORS
@@ -231,7 +231,7 @@ CONDITIONS = (
         60,
         "the disk of {folder} is almost full: free space, `berth doctor disks`",
         "host",
-        below=measures.MIN_DISK_FREE,
+        below=measures.MIN_DISK_FREE_BYTES,
     ),
     Condition(
         "berth_disk_inodes_free_ratio",
@@ -274,7 +274,7 @@ CONDITIONS = (
     Condition(
         "berth_valkey_memory_used_ratio",
         {},
-        ALERT_ABOVE,
+        ALERT_ABOVE_SHARE,
         30,
         "Valkey's memory is {value:.0%} full; above 85% new orders and claims are refused",
         "valkey",

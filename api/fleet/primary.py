@@ -23,7 +23,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from infra.database import reports, startup
 from infra.database.engine import DatabaseUnavailable, outage_of
 from infra.database.locks import lead, send_sign_of_life
-from infra.database.startup import PRIMARY_LOCK, StartupTask
+from infra.database.startup import PRIMARY_LOCK_ID, StartupTask
 from infra.market.calendar import HOME_ZONE, Calendar
 from infra.processes import try_lock
 from infra.settings import Settings
@@ -86,7 +86,7 @@ class Primary:
                 async with host_lock(self.settings.data_dir / "primary.lock"):
                     await lead(
                         self.settings.session_database_url,
-                        PRIMARY_LOCK,
+                        PRIMARY_LOCK_ID,
                         self._serve,
                         standby=DATABASE_LOCK_RETRY_INTERVAL_S,
                     )

@@ -24,10 +24,10 @@ from workflows.user_worker.messages import WorkerState
 router = APIRouter(tags=["workers"])
 
 
-@router.get("/fleet", summary="Show the fleet and its last maintenance")
+@router.get("/fleet", summary="Get the fleet's state and its last maintenance")
 async def show_fleet(call: Call) -> schemas.FleetView:
-    """Shows how many workers are in which state; when maintenance last scanned them all, what it
-    found and did. For operators."""
+    """Counts workers by state, and says when maintenance last scanned them all, what it found and
+    did. For operators."""
     states: dict[str, int] | None = None
     with suppress(errors.TemporalUnavailable):
         states = {
@@ -39,9 +39,9 @@ async def show_fleet(call: Call) -> schemas.FleetView:
     return schemas.FleetView(states=states, maintenance=shown)
 
 
-@router.get("/fleet/primary", summary="Show the primary among the API processes")
+@router.get("/fleet/primary", summary="Get the primary among the API processes")
 async def show_primary(call: Call) -> schemas.PrimaryView:
-    """Shows which process runs one-time tasks, and the tasks so far. For operators."""
+    """Names the process that runs one-time tasks, and the tasks so far. For operators."""
     async with call.database.session(autocommit=True) as session:
         holder, tasks = (
             await startup.read_holder(session),
@@ -50,13 +50,13 @@ async def show_primary(call: Call) -> schemas.PrimaryView:
     return schemas.PrimaryView.model_validate({**holder._asdict(), "tasks": tasks})
 
 
-@router.get("/fleet/servers", summary="Show the health of every server")
+@router.get("/fleet/servers", summary="List the health of every server")
 async def list_servers(call: Call) -> schemas.ServerList:
-    """Lists PostgreSQL, Valkey, Temporal and the paper exchange, as this process reaches them;
-    orchestrators, by their last poll (one that died is `up` for 90 s at most); the launcher, as the
-    last pass of maintenance met it. Also lists the pool's workflow, the schedules, and workflows
-    that somebody ended or paused in Temporal: what is ended is rebuilt within a minute. For
-    operators."""
+    """Covers PostgreSQL, Valkey, Temporal and the paper exchange, as this process reaches them;
+    orchestrators, by their last poll (one that died is `up` for 90 s at most); and the launcher, as
+    the last pass of maintenance found it. Also covers the pool's workflow, the schedules, and
+    workflows that somebody ended or paused in Temporal: what was ended is rebuilt within a minute.
+    For operators."""
     return schemas.ServerList(servers=await call.services.readiness.list_servers())
 
 
@@ -69,7 +69,7 @@ async def list_passes(
     ] = False,
     limit: Rows = 100,
 ) -> schemas.MaintenancePassList:
-    """Lists what the passes of the last two weeks found and did, the newest first. For
+    """Shows what the passes of the last two weeks found and did, the newest first. For
     operators."""
     rows = await call.database.fetch(passes.list_passes, odd=odd, limit=limit)
     return schemas.MaintenancePassList(
@@ -100,8 +100,8 @@ async def run_maintenance(
     body: schemas.MaintenanceRequest | None = None,
     wait: PassWait = 60.0,
 ) -> schemas.MaintenanceRunView:
-    """Runs one pass, or waits for the one under way, with all guards: it also cleans up what an
-    earlier scan has found.
+    """Waits for a pass that is already running instead of starting another. All guards apply. The
+    pass also cleans up what an earlier scan has found.
 
     With `override_guard` it acts though so much looks odd at once that it may be an outage.
     """
@@ -121,22 +121,22 @@ Days = Annotated[int, Query(ge=1, le=90, description="Days until now.")]
 
 
 @router.get(
-    "/reports/daily", summary="Show a daily report", responses=problems.responses(ReportNotFound)
+    "/reports/daily", summary="Get a daily report", responses=problems.responses(ReportNotFound)
 )
 async def show_report(call: Call, day: ReportDay = None) -> schemas.ReportView:
-    """Shows users, orders by outcome, lots, latencies, claims and failures of a trading day. For
+    """Covers one trading day: users, orders by outcome, lots, latencies, claims and failures. For
     operators."""
     return schemas.ReportView.model_validate(await call.database.fetch(reports.get_report, day))
 
 
 @router.get(
     "/users/{user_id}/statistics",
-    summary="Show a user's statistics",
+    summary="Get a user's statistics",
     responses=problems.responses(UserNotFound, FiguresTooSlow),
 )
 async def show_statistics(user_id: KnownUserId, call: Call, days: Days = 30) -> schemas.ReportView:
-    """Shows the figures of the daily report for one user and the last days. A process answers one
-    at a time."""
+    """Has the figures of the daily report for one user and the last days. A process answers one
+    such request at a time."""
     until = datetime.now(UTC)
     since = until - timedelta(days=days)
     with outages_named():
@@ -163,7 +163,7 @@ async def list_workers(
     limit: Rows = 100,
     cursor: Cursor = None,
 ) -> schemas.FleetPage:
-    """Lists users whose workflow runs, the one started last first. For operators and
+    """Names each user whose workflow runs, the one started last first. For operators and
     administrators.
 
     It comes from Temporal's index, which is a moment behind:
@@ -179,7 +179,7 @@ metrics_router = APIRouter(tags=["fleet"])
 
 @metrics_router.get(
     "/metrics",
-    summary="Metrics of the fleet and its jobs",
+    summary="Get the metrics of the fleet and its jobs",
     response_class=Response,
     responses={
         **problems.content("Prometheus' text format.", "text/plain"),
@@ -187,12 +187,11 @@ metrics_router = APIRouter(tags=["fleet"])
     },
 )
 async def get_metrics(call: Call) -> Response:
-    """Returns what PostgreSQL, Valkey and Temporal know of workers, orders and jobs, and what this
-    API's processes have counted: requests, orders, waits. For operators' keys. What a server that
-    is down would tell is left out, and a key that this process knows needs no PostgreSQL. A process
-    that does not answer within a second is counted as it was last heard, and missing in
-    `berth_api_processes_answered`.
-    """
+    """Combines what PostgreSQL, Valkey and Temporal know of workers, orders and jobs with the
+    counts of this API's processes: requests, orders, waits. For operators' keys. Values from a
+    server that is down are left out, and a key that this process knows needs no PostgreSQL. A
+    process that does not answer within a second is counted as it was last heard, and is missing in
+    `berth_api_processes_answered`."""
     page = metrics.MetricsPage()
     async with asyncio.TaskGroup() as group:
         gathering = group.create_task(call.services.counts.gather())
@@ -207,7 +206,7 @@ async def get_metrics(call: Call) -> Response:
 health_router = APIRouter(tags=["health"])
 
 
-@health_router.get("/healthz", summary="Is this process alive?")
+@health_router.get("/healthz", summary="Check that this process is alive")
 async def healthz() -> schemas.AliveView:
     """Asks nobody else: a failing database is no reason to restart the API."""
     return schemas.AliveView()
@@ -215,7 +214,7 @@ async def healthz() -> schemas.AliveView:
 
 @health_router.get(
     "/readyz",
-    summary="Can it do its work?",
+    summary="Check that this process can work",
     responses={
         503: problems.answer(
             schemas.ReadinessView, "A server cannot be used; its `reason` says why."
@@ -223,7 +222,7 @@ async def healthz() -> schemas.AliveView:
     },
 )
 async def readyz(services: InServices, response: Response) -> schemas.ReadinessView:
-    """Returns the state of PostgreSQL, Valkey and Temporal; 503 when one of them is down.
+    """Tries PostgreSQL, Valkey and Temporal; answers 503 if one of them is down.
 
     A Valkey that answers, but refuses to write, is down, too.
 

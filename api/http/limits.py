@@ -32,7 +32,7 @@ from infra.networks import is_within, parse_address
 from infra.process_metrics import LIMITED
 from infra.settings import Settings
 from infra.valkey import client as valkey
-from infra.vault.api_tokens import API_KEY
+from infra.vault.api_tokens import API_KEY_PREFIX
 from worker_runtime.protocol import keys, scripts
 
 #: Seconds between two settlements with Valkey.
@@ -138,7 +138,7 @@ class RequestLimits:
             # Charged for each sender: anyone who found a token cannot shut out its owner.
             if _digest(token) in self._webhooks:
                 return self.charge("key", f"{_digest(token)}:{address}")
-            is_webhook = not token.startswith(API_KEY) and self.is_genuine(token)
+            is_webhook = not token.startswith(API_KEY_PREFIX) and self.is_genuine(token)
             return self.charge("unproven" if is_webhook else "address", address)
         known = self.authenticator.found_before(token) if token else None
         if known is not None and known.sources and not is_within(_peer(scope), known.sources):
@@ -150,7 +150,7 @@ class RequestLimits:
                 return limit
             of_user = self.charge("user", known.user_id)
             return limit if of_user is None or (limit and limit.paid > of_user.paid) else of_user
-        is_key = token.startswith(API_KEY) and self.is_genuine(token)
+        is_key = token.startswith(API_KEY_PREFIX) and self.is_genuine(token)
         return self.charge("unproven" if is_key else "address", address)
 
     def note_webhook(self, token: str, *, is_known: bool) -> None:

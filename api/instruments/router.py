@@ -43,7 +43,7 @@ Code = Annotated[
 Number = Annotated[int, Path(ge=1, le=2**63 - 1)]
 
 
-@router.get("/instruments", summary="Find instruments")
+@router.get("/instruments", summary="Search instruments")
 async def search_instruments(
     call: Call,
     broker: Annotated[
@@ -70,7 +70,7 @@ async def search_instruments(
     ] = "",
     limit: Rows = 100,
 ) -> InstrumentPageView:
-    """Returns the instruments that brokers list, by broker and code.
+    """Sorts by broker and code.
 
     A broker whose list was never loaded has none here: its record says what symbols mean.
     """
@@ -91,22 +91,22 @@ async def search_instruments(
     )
 
 
-@router.get("/instruments/sources", summary="Who lists instruments")
+@router.get("/instruments/sources", summary="List the accounts that list instruments")
 async def list_sources(call: Call) -> InstrumentSourceList:
-    """Returns the account that lists each broker's instruments, how old the list is, and how the
-    last load ended. Operators only."""
+    """Names, for each broker, the account through which its instruments are loaded, how old the
+    list is, and how the last load ended. Operators only."""
     return InstrumentSourceList(sources=await call.services.instrument_lists.sources())
 
 
 @router.put(
     "/instruments/sources/{broker}",
-    summary="Designate who lists instruments",
+    summary="Set the account that lists a broker's instruments",
     responses=problems.responses(InstrumentSourceMissing, InstrumentSourceTrades),
 )
 async def put_source(
     broker: Broker, body: InstrumentSourceRequest, call: Call
 ) -> InstrumentSourceView:
-    """Designates the account through which a broker's instruments are loaded each trading day.
+    """Loads the broker's instruments through this account each trading day.
 
     Its user must not trade, because the worker serves the whole installation: no orders, no
     webhook, and no API key with the scope `trade`. Each load checks this again. Operators only.
@@ -121,11 +121,11 @@ async def put_source(
 @router.delete(
     "/instruments/sources/{broker}",
     status_code=204,
-    summary="Stop loading instruments",
+    summary="Stop loading a broker's instruments",
     responses=problems.responses(InstrumentSourceMissing),
 )
 async def delete_source(broker: Broker, call: Call) -> Response:
-    """Loads a broker's instruments no more. The list in force stays. Operators only."""
+    """Keeps the list in force. Operators only."""
     await call.database.write(instrument_loads.delete_source, broker, actor=call.actor)
     return Response(status_code=204)
 
@@ -133,7 +133,7 @@ async def delete_source(broker: Broker, call: Call) -> Response:
 @router.post(
     "/instruments/sources/{broker}/load",
     status_code=202,
-    summary="Load instruments now",
+    summary="Load a broker's instruments now",
     responses=problems.responses(
         InstrumentSourceMissing, InstrumentSourceTrades, errors.TemporalUnavailable
     ),
@@ -141,8 +141,8 @@ async def delete_source(broker: Broker, call: Call) -> Response:
 async def load_instruments(
     broker: Broker, body: LoadInstrumentsRequest, call: Call
 ) -> LoadBegunView:
-    """Begins a load of today's list, or lets a load that waits make its next attempt now. It is
-    tried again for four hours. Operators only."""
+    """Begins a load of today's list, or has a waiting load make its next attempt at once. A load
+    that fails is tried again for four hours. Operators only."""
     lists = call.services.instrument_lists
     day = await lists.require_source(broker)  # what is refused is not noted
     await call.audit(
@@ -151,10 +151,10 @@ async def load_instruments(
     return await lists.begin_load(broker, day, accept_smaller=body.accept_smaller)
 
 
-@router.get("/instruments/changes", summary="Changed lots")
+@router.get("/instruments/changes", summary="List changed lots")
 async def list_changes(call: Call, limit: Rows = 100) -> InstrumentChangeList:
-    """Returns lots of known instruments that a broker has changed, and that wait for an operator,
-    the oldest first. Orders are checked with the old lots. Operators only."""
+    """Shows lots that a broker has changed and no operator has approved yet, the oldest first.
+    Until then orders are checked with the old lots. Operators only."""
     rows = await call.database.fetch(instrument_loads.open_changes, limit=limit)
     return InstrumentChangeList(changes=[InstrumentChangeView.model_validate(row) for row in rows])
 
@@ -167,7 +167,7 @@ async def list_changes(call: Call, limit: Rows = 100) -> InstrumentChangeList:
 async def approve_change(
     number: Number, body: ApproveChangeRequest, call: Call
 ) -> InstrumentChangeView:
-    """Puts a changed lot in force, within 30 s.
+    """Uses the new lot within 30 s.
 
     Make sure at the broker first: a wrong lot makes
     orders too large by the same factor. Operators only.
@@ -180,12 +180,11 @@ async def approve_change(
 
 @router.get(
     "/instruments/{broker}/{code}",
-    summary="One instrument",
+    summary="Get an instrument",
     responses=problems.responses(InstrumentNotFound),
 )
 async def get_instrument(broker: Broker, code: Code, call: Call) -> InstrumentView:
-    """Returns an instrument, also one that its broker no longer lists.
-    Its lot is the one in force."""
+    """Finds an instrument that its broker no longer lists, too. Its lot is the one in force."""
     row = await call.database.fetch(instruments.find_row, broker, code)
     if row is None:
         raise InstrumentNotFound(f"{broker} lists no instrument {code}.")

@@ -59,15 +59,15 @@ Seconds = Annotated[
 
 @router.post(
     "/users/{user_id}/jobs",
-    summary="Enqueue a user's job",
+    summary="Enqueue a job of a user",
     status_code=202,
     responses=problems.responses(
         TooManyJobs, TooManyOrders, AccountNotFound, JobIdReused, ValkeyUnavailable
     ),
 )
 async def put_user_job(user_id: KnownUserId, body: UserJobRequest, call: Call) -> JobStateView:
-    """Runs next to the user's session, in a process of its own; the worker is started if there is
-    none.
+    """Runs it next to the user's session, in a process of its own; the worker is started if there
+    is none.
 
     Statements and exports use the orders at the time of the request, at most about 700. For more,
     use `orders.csv`. Repeating a `job_id` has no effect; a different job under it is refused for a
@@ -85,20 +85,20 @@ async def put_user_job(user_id: KnownUserId, body: UserJobRequest, call: Call) -
 
 @router.get(
     "/users/{user_id}/jobs/{job_id}",
-    summary="Look at a user's job",
+    summary="Get a user's job",
     responses=problems.responses(ValkeyUnavailable),
 )
 async def get_user_job(
     user_id: KnownUserId, job_id: JobIdInPath, call: Call, seconds: Seconds = 0.0
 ) -> JobStateView:
-    """Returns a job's state and result. With `wait`, answers as soon as the job has ended. Results
-    are kept for 500 s."""
+    """Includes its state and result. With `wait`, answers as soon as the job has ended. Results are
+    kept for 500 s."""
     return await call.services.jobs.get_job(job_id, user_id, seconds)
 
 
 @router.get(
     "/users/{user_id}/jobs/{job_id}/file",
-    summary="Fetch an export",
+    summary="Download an export",
     response_class=Response,
     responses={
         **problems.content(
@@ -111,7 +111,7 @@ async def get_user_job(
 async def get_user_file(
     user_id: KnownUserId, job_id: JobIdInPath, call: Call, bom: Annotated[Bom, Query()] = False
 ) -> Response:
-    """Returns the file that an `order_export` made."""
+    """Sends the file that an `order_export` job made."""
     data = await call.services.jobs.file(job_id, user_id)
     if bom:
         data = export.for_spreadsheet(data, header=True)
@@ -124,8 +124,8 @@ async def get_user_file(
     responses=problems.responses(ValkeyUnavailable),
 )
 async def cancel_user_job(user_id: KnownUserId, job_id: JobIdInPath, call: Call) -> JobStateView:
-    """Cancels a waiting job, or kills a running one (`cancelling` until then); an ended job stays
-    as is."""
+    """Removes a waiting job, or kills a running one (`cancelling` until then). A job that has ended
+    stays as it is."""
     await call.services.jobs.get_job(job_id, user_id)
     await call.audit("job.cancel_requested", f"user:{user_id}", job_id=job_id)
     return await call.services.jobs.cancel(job_id, user_id)
@@ -159,8 +159,7 @@ _ENQUEUE_ERRORS = (
     responses=problems.responses(*_ENQUEUE_ERRORS, ValkeyUnavailable),
 )
 async def put_job(body: AnyJobRequest, call: Call) -> JobStateView:
-    """Enqueues a job of an application's type (`shop/jobs.resize_image`), or of one of Berth's
-    built-in types.
+    """Takes an application's type (`shop/jobs.resize_image`), or one of Berth's built-in types.
 
     Arguments are checked against the JSON Schema that the type's runners have announced. The job is
     kept in PostgreSQL until it has ended, so it survives the loss of Valkey's data. With a `job_id`
@@ -210,7 +209,7 @@ def _built_in(body: OwnJobRequest) -> FleetJobRequest:
     responses=problems.responses(*_ENQUEUE_ERRORS, ValkeyUnavailable),
 )
 async def put_jobs(body: schemas.JobBatchRequest, call: Call) -> schemas.JobBatchView:
-    """Enqueues up to 500 jobs of one application in their order: all of them, or none.
+    """Takes up to 500 jobs of one application, keeps their order, and enqueues all of them or none.
 
     Each as by `POST /v1/jobs`. A refusal names the first job that does not fit by its place, from
     0.
@@ -224,11 +223,11 @@ async def put_jobs(body: schemas.JobBatchRequest, call: Call) -> schemas.JobBatc
 
 @router.get(
     "/jobs/{job_id}",
-    summary="Look at a job",
+    summary="Get a job",
     responses=problems.responses(NotFound, ValkeyUnavailable),
 )
 async def get_job(job_id: JobIdInPath, call: Call, seconds: Seconds = 0.0) -> JobStateView:
-    """Returns the state, progress and result of a job of an application or of the fleet. With
+    """Includes the state, progress and result of a job of an application or of the fleet. With
     `wait`, answers as soon as the job has ended."""
     reach = call.caller.applications_in_reach(to_look=True)
     state = await call.services.own_jobs.find(job_id, seconds, reach)
@@ -243,8 +242,8 @@ async def get_job(job_id: JobIdInPath, call: Call, seconds: Seconds = 0.0) -> Jo
     responses=problems.responses(NotFound, ValkeyUnavailable),
 )
 async def cancel_job(job_id: JobIdInPath, call: Call) -> JobStateView:
-    """Cancels a waiting job, or kills a running one (`cancelling` until then); an ended job stays
-    as is."""
+    """Removes a waiting job, or kills a running one (`cancelling` until then). A job that has ended
+    stays as it is."""
     reach = call.caller.applications_in_reach()
     state = await call.services.own_jobs.find(job_id, within=reach)
     if state is None and reach is not None:
@@ -260,9 +259,9 @@ async def cancel_job(job_id: JobIdInPath, call: Call) -> JobStateView:
 
 @router.get("/job-types", summary="List job types of applications")
 async def get_job_types(call: Call) -> schemas.JobTypeList:
-    """Lists every type that a runner has announced, with its versions and the number of jobs that
-    wait for each; also types that jobs wait for and no runner has ever announced. A schema is shown
-    by the type's own address."""
+    """Includes the versions of each type that a runner has announced, and how many jobs wait for
+    it; also types that jobs wait for and no runner has ever announced. Ask for a single type to see
+    its schema."""
     registry = call.services.job_types
     reach = call.caller.applications_in_reach(to_look=True)
     types = {
@@ -293,13 +292,13 @@ OwnTypeName = Annotated[
 
 @router.get(
     "/job-types/{application}/{name}",
-    summary="Look at a job type",
+    summary="Get a job type",
     responses=problems.responses(JobTypeUnknown, ApplicationNotFound),
 )
 async def get_job_type(
     application: ApplicationName, name: OwnTypeName, call: Call
 ) -> schemas.JobTypeView:
-    """Returns one type with its versions: options, the JSON Schema of its arguments, and how many
+    """Includes, for each version, the options, the JSON Schema of its arguments, and how many
     runners it has."""
     call.caller.require_application(application, to_look=True)
     kind = f"{application}/{name}"
@@ -317,8 +316,8 @@ async def get_job_type(
 
 @router.get("/job-applications", summary="List applications")
 async def get_job_applications(call: Call) -> schemas.ApplicationList:
-    """Lists the applications whose runners run job types of their own. `berth jobs application add`
-    makes one."""
+    """Names those whose runners run job types of their own. `berth jobs application
+    add` makes one."""
     registry = call.services.job_types
     types = await registry.types()
     counts = Counter(application_of(name) for name in types)
@@ -364,12 +363,12 @@ async def _tag_of(call: AuthorizedCall, application: str | None) -> str:
 
 @router.get(
     "/job-queues",
-    summary="List queues with their weights",
+    summary="List job queues",
     responses=problems.responses(ApplicationNotFound, ValkeyUnavailable),
 )
 async def get_job_queues(call: Call, application: OfApplication = None) -> schemas.QueueList:
-    """Lists the queues of the fleet, or of an application: weight, suspension, and jobs that could
-    run now."""
+    """Shows the fleet's queues, or an application's, with weight, suspension, and the number of
+    jobs that could run now."""
     tag = await _tag_of(call, application)
     known = () if application else _QUEUES
     queues = await job_queues.read_queues(call.services.valkey, tag, known)
@@ -378,14 +377,13 @@ async def get_job_queues(call: Call, application: OfApplication = None) -> schem
 
 @router.put(
     "/job-queues/{queue}",
-    summary="Set the weight of a queue",
+    summary="Set the weight of a job queue",
     responses=problems.responses(ApplicationNotFound, ValkeyUnavailable),
 )
 async def put_job_queue(
     queue: QueueName, body: schemas.QueueWeightRequest, call: Call
 ) -> schemas.QueueView:
-    """Sets a queue's weight: among queues with work, each gets turns by its weight. It holds from
-    the next claim on."""
+    """Gives queues with work turns in proportion to their weights, from the next claim on."""
     tag = await _tag_of(call, body.application)
     subject = f"job-queue:{body.application or 'fleet'}:{queue}"
     await call.audit("job_queue.set", subject, reason=body.reason, weight=body.weight)
@@ -397,12 +395,11 @@ async def put_job_queue(
 
 @router.get(
     "/job-limits",
-    summary="Look at limits of job types",
+    summary="List limits of job types",
     responses=problems.responses(ValkeyUnavailable),
 )
 async def get_job_limits(call: Call) -> schemas.JobLimitsList:
-    """Lists every type of job, also those without limits: Berth's built-in types, then those of
-    applications."""
+    """Includes types without limits: first Berth's built-in types, then those of applications."""
     client, registry = call.services.valkey, call.services.job_types
     names = {job_keys.FLEET_TAG: set(_KNOWN)}
     names |= {job_keys.application_tag(name): set() for name in await registry.applications.load()}
@@ -420,14 +417,14 @@ async def get_job_limits(call: Call) -> schemas.JobLimitsList:
 
 @router.put(
     "/job-limits/{job_type}",
-    summary="Set limits of a job type",
+    summary="Set limits of a built-in job type",
     responses=problems.responses(NotFound, ValkeyUnavailable),
 )
 async def put_job_limits(
     job_type: JobType, body: schemas.JobLimitsRequest, call: Call
 ) -> schemas.JobLimitsView:
-    """Sets all of them: they hold from the next claim on. Running jobs continue, and a job that
-    waits for a time of its own keeps it."""
+    """Replaces all of them, from the next claim on. Running jobs continue, and a job with a
+    `run_at` or a delay keeps it."""
     if job_type not in _KNOWN:
         raise NotFound(f"there is no job type {job_type}; known: {', '.join(sorted(_KNOWN))}")
     return await _put_limits(call, job_keys.FLEET_TAG, job_type, body)
@@ -441,8 +438,8 @@ async def put_job_limits(
 async def put_own_job_limits(
     application: ApplicationName, name: OwnTypeName, body: schemas.JobLimitsRequest, call: Call
 ) -> schemas.JobLimitsView:
-    """Sets all of them, for all versions of the type. They stay, whatever later versions of the
-    type declare."""
+    """Replaces all of them, for all versions of the type. They stay, whatever later versions
+    declare."""
     kind = f"{application}/{name}"
     await call.services.job_types.versions(kind)
     return await _put_limits(call, job_keys.application_tag(application), kind, body)

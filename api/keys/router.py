@@ -51,8 +51,8 @@ async def list_api_keys(
     limit: Rows = 100,
     cursor: Annotated[UUID | None, Query(description="`next_cursor` of the page before.")] = None,
 ) -> ApiKeyList:
-    """Lists API keys, the latest first: whose they are, what they may do, when they were last used
-    and when they end.
+    """Shows whose they are, what they may do, when they were last used and when they end, the
+    latest first.
 
     A user's key sees the user's own ones.
     """
@@ -72,13 +72,13 @@ async def list_api_keys(
 @router.post(
     "",
     status_code=201,
-    summary="Make an API key",
+    summary="Create an API key",
     responses=problems.responses(
         UserNotFound, ApplicationNotFound, GrantTooWide, api_keys.ApiKeyLimitReached
     ),
 )
 async def create_api_key(body: ApiKeyRequest, call: Call) -> NewApiKeyView:
-    """Creates an API key. The answer shows it, once. For administrators.
+    """Shows the key only in this answer. For administrators.
 
     It gets no scope that the key that makes it does not have, and no address that it may not be
     used from.
@@ -86,9 +86,9 @@ async def create_api_key(body: ApiKeyRequest, call: Call) -> NewApiKeyView:
     return await create_key(call, body)
 
 
-@router.get("/self", summary="Look at the API key of this call")
+@router.get("/self", summary="Get the API key of this call")
 async def get_own_key(call: Call) -> ApiKeyView:
-    """Returns what the caller's key may do, from where, and when it ends. Any key may ask this."""
+    """Shows what the key may do, from where, and when it ends. Any key may ask this."""
     key = await call.database.fetch(api_keys.get_api_key, UUID(call.caller.key_id))
     return ApiKeyView.model_validate(key)
 
@@ -100,7 +100,7 @@ async def get_own_key(call: Call) -> ApiKeyView:
     responses=problems.responses(ApiKeyNotFound, api_keys.ApiKeyLimitReached),
 )
 async def rotate_own_key(body: RotationRequest, call: Call) -> NewApiKeyView:
-    """Rotates the caller's key, as its id would. An operator's key may do this, too."""
+    """Works as the route with its id does. An operator's key may do this, too."""
     return await rotate_key(call, UUID(call.caller.key_id), body)
 
 
@@ -113,8 +113,8 @@ async def revoke_own_key(
     webhooks: WithWebhooks = False,
     keys: WithKeys = False,
 ) -> RevokedApiKeyView:
-    """Revokes the caller's key, as its id would. Any key may do this: anyone who finds a key can
-    end it."""
+    """Works as the route with its id does. Any key may do this: anyone who finds a key
+    can end it."""
     return await revoke_key(call, UUID(call.caller.key_id), reason, webhooks=webhooks, keys=keys)
 
 
@@ -125,8 +125,8 @@ async def revoke_own_key(
     responses=problems.responses(ApiKeyNotFound, GrantTooWide, api_keys.ApiKeyLimitReached),
 )
 async def rotate_api_key(key_id: UUID, body: RotationRequest, call: Call) -> NewApiKeyView:
-    """Makes a key that may do the same, for as long as the old one was made for, shown this once;
-    the old one ends after the overlap.
+    """Makes a successor with the same rights and lifetime, which is shown only in this answer. The
+    old key ends after the overlap.
 
     A key from before scopes gets all scopes of its role, and 90 days. A user's key rotates the
     user's own keys, and none that may do more than itself.
@@ -144,7 +144,7 @@ async def revoke_api_key(
     webhooks: WithWebhooks = False,
     keys: WithKeys = False,
 ) -> RevokedApiKeyView:
-    """Revokes an API key: no API process takes it any more, and its event streams end. A user's key
+    """Ends the key's event streams; from now on all API processes refuse the key. A user's key
     revokes the user's own keys.
 
     What the key has made outlives it unless `webhooks` and `keys` are given: the answer lists it.
@@ -154,14 +154,15 @@ async def revoke_api_key(
 
 @image_router.get("", summary="List allowed images")
 async def list_images(call: Call) -> ImageList:
-    """Lists what workers may be launched from, besides what the launcher was configured with."""
+    """Leaves out the image that the launcher was configured with, from which workers are launched
+    in any case."""
     rows = await call.database.fetch(images.allowed_images)
     return ImageList(images=[ImageView.model_validate(image) for image in rows])
 
 
 @image_router.put("", summary="Allow an image", responses=problems.responses(images.ImageNotExact))
 async def allow_image(body: ImageRequest, call: Call) -> ImageView:
-    """Allows an image: its workers get tokens with which they may get credentials. For
+    """Lets workers of this image get tokens, and with them users' credentials. For
     administrators."""
     images.check_exact(call.services.settings.launcher, body.image)
     row = await call.database.write(
@@ -174,15 +175,14 @@ async def allow_image(body: ImageRequest, call: Call) -> ImageView:
     "", summary="Forbid an image", responses=problems.responses(images.ImageNotAllowed)
 )
 async def forbid_image(image: Image, call: Call, reason: Reason = "requested") -> ImageList:
-    """Forbids an image: nothing is launched from it any more; workers that run continue. For
-    administrators."""
+    """Launches nothing from it any more; workers that run continue. For administrators."""
     await call.database.write(images.forbid_image, image, actor=call.actor, reason=reason)
     return await list_images(call)
 
 
 @audit_router.get("", summary="Read the audit trail")
 async def list_audit_entries(call: Call, query: Annotated[AuditQuery, Query()]) -> AuditPage:
-    """Lists who did what to whom, the latest first. For operators and administrators."""
+    """Shows who did what to whom, the latest first. For operators and administrators."""
     filters = query.model_dump(exclude={"cursor", "limit"})
     rows = await call.database.fetch(
         audit.list_entries, **filters, before=query.cursor, limit=query.limit + 1

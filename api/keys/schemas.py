@@ -81,7 +81,7 @@ class ApiKeyRequest(Body):
     def ends_at(self) -> datetime | None:
         if "expires_at" in self.model_fields_set:
             return self.expires_at
-        return datetime.now(UTC) + api_keys.KEY_LIFE
+        return datetime.now(UTC) + api_keys.KEY_LIFETIME
 
 
 class RotationRequest(Body):

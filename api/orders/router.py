@@ -70,7 +70,7 @@ _LOCATION = {"Location": {"schema": {"type": "string"}, "description": "Where th
 async def place_order(
     user_id: UserId, body: schemas.OrderRequest, call: Call, wait: Wait = None
 ) -> Response:
-    """Places one order, and starts the user's worker if there is none.
+    """Starts the user's worker if there is none.
 
     Returns the order if it reached the broker, even if rejected, or if the outcome is not known
     yet. Otherwise returns a problem; its member `order` holds the order, if one exists: `rejected`
@@ -89,23 +89,23 @@ async def place_order(
 
 @router.get(
     "/orders/{order_id}",
-    summary="Look at an order",
+    summary="Get an order",
     responses=problems.responses(OrderNotFound, errors.ValkeyUnavailable),
 )
 async def get_order(order_id: UUID, call: Call) -> schemas.OrderDetailView:
-    """Returns the order and the steps of its life. Another user's order is not found."""
+    """Includes every step since it was accepted. Another user's order is not found."""
     order = await call.services.reader.get(order_id)
     if not call.caller.may_see(order.user_id):
         raise OrderNotFound(f"there is no order {order_id}")
     return await call.services.reader.with_timeline(order)
 
 
-@router.get("/users/{user_id}/orders", summary="List orders")
+@router.get("/users/{user_id}/orders", summary="List a user's orders")
 async def list_orders(
     user_id: KnownUserId, call: Call, query: Annotated[schemas.OrderQuery, Query()]
 ) -> schemas.OrderPage:
-    """Lists orders as they are recorded, the newest first. An order's own page may be a moment
-    ahead of it.
+    """Shows them as they are recorded, the newest first. `GET /v1/orders/{order_id}` may be a
+    moment ahead of this list.
 
     Follow `next_cursor` with the same filters; orders that come meanwhile do not move the pages
     behind it.
@@ -117,8 +117,8 @@ async def list_orders(
 async def list_all_orders(
     call: Call, query: Annotated[schemas.OrderQuery, Query()]
 ) -> schemas.OrderPage:
-    """Lists the orders of all users of the last 24 hours (before `to`) unless `from` is given. For
-    operators and administrators."""
+    """Covers the last 24 hours (before `to`) unless `from` is given. For operators and
+    administrators."""
     until = min(query.until or datetime.now(UTC), datetime.now(UTC))
     since = query.since or until - timedelta(days=1)
     return await _page_of_orders(call.services, query, replace(query.of(None), since=since))
@@ -139,7 +139,7 @@ async def _page_of_orders(
 
 @router.get(
     "/users/{user_id}/orders.csv",
-    summary="Export orders",
+    summary="Export a user's orders as CSV",
     response_class=StreamingResponse,
     responses={
         **problems.content(
@@ -152,7 +152,7 @@ async def _page_of_orders(
 async def export_orders(
     user_id: KnownUserId, call: Call, query: Annotated[schemas.OrderExportQuery, Query()]
 ) -> StreamingResponse:
-    """Exports all orders that match, as one file. It is cut off when the database goes away while
+    """Sends all orders that match. The file is cut off if the database goes away while
     it is sent."""
     chunks = export.lines(call.database, query.of(user_id), bom=query.bom)
     # The first page before the answer begins: a database that is down is a problem, not half a
@@ -169,7 +169,7 @@ async def export_orders(
 
 @router.get(
     "/users/{user_id}/orders/events",
-    summary="Follow changes of orders",
+    summary="Stream changes of a user's orders",
     response_class=StreamingResponse,
     responses={
         **problems.content(
@@ -183,7 +183,7 @@ async def export_orders(
     },
 )
 async def follow_orders(user_id: KnownUserId, call: Call, begin: StreamBegin) -> StreamingResponse:
-    """Streams orders as they change, behind `Last-Event-ID` or `after`.
+    """Begins behind `Last-Event-ID` or `after`.
 
     Without either: the open orders first, then what changes from now on. An order that changed
     several times since the last event is sent once, as it is now. After a reconnect an order may be
@@ -229,8 +229,7 @@ async def own_order(call: AuthorizedCall, order_id: UUID) -> models.Order:
 async def cancel_order(
     order_id: UUID, body: schemas.CancelRequest, call: Call, wait: Wait = None
 ) -> Response:
-    """Takes an order back. One that no worker has taken yet is withdrawn and never sent to the
-    broker.
+    """Withdraws an order that no worker has taken yet, so that it is never sent to the broker.
 
     Passes the kill switch. Also an order of unknown outcome may be cancelled: it is, if the broker
     lists it. A repeat of one that is cancelled already answers 200; any other final state is
@@ -266,8 +265,8 @@ async def cancel_order(
 async def replace_order(
     order_id: UUID, body: schemas.ReplaceRequest, call: Call, wait: Wait = None
 ) -> Response:
-    """Lowers the quantity of a working order, changes its price, or both; sent to the broker at
-    most once.
+    """Lowers the quantity of a working order, changes its price, or both. The change is sent to the
+    broker at most once.
 
     Another price passes the checks and the switches of a new order. A smaller quantity alone always
     passes.

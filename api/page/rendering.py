@@ -60,7 +60,7 @@ MENU = (
     ("/", "Fleet", "GET /workers"),
     ("/page/users", "Users", "GET /users"),
     ("/page/orders", "Orders", "GET /orders"),
-    ("/page/attention", "For a person", "GET /attention"),
+    ("/page/attention", "Needs attention", "GET /attention"),
     ("/page/dead-letters", "Dead letters", "GET /dead-letters"),
     ("/page/switches", "Switches", "GET /workers"),  # a user's own ones stand on the user's page
     ("/page/pools", "Pools", "GET /pools/{pool}"),

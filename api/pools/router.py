@@ -28,22 +28,21 @@ _POOL_PROBLEMS = (
 )
 
 
-@router.get("", summary="Look at a pool", responses=problems.responses(*_POOL_PROBLEMS))
+@router.get("", summary="Get a pool", responses=problems.responses(*_POOL_PROBLEMS))
 async def get_pool(pool: PoolName, call: Call) -> PoolStatusView:
-    """Returns how many free workers a pool wants and why, what it has, and how its launches
-    fare."""
+    """Says how many free workers it wants and why, how many it has, and how its launches fare."""
     return PoolStatusView.of(await call.services.pools.view(pool))
 
 
 @router.put(
     "",
-    summary="Resize a pool",
+    summary="Set a pool's size policy",
     responses=problems.responses(
         *_POOL_PROBLEMS, PoolPolicyInvalid, ZoneUnknown, errors.PoolChanged
     ),
 )
 async def put_pool(pool: PoolName, body: PoolPolicyRequest, call: Call) -> PoolStatusView:
-    """Gives the pool a new policy. It stays until it is changed again, here or by the settings."""
+    """Replaces the policy, until it is changed again, here or by the settings."""
     policy = body.policy()
     check_policy(policy)
     for window in policy.windows:
@@ -62,14 +61,13 @@ async def _change_mode(pool: str, call: AuthorizedCall, reason: str, asked: str)
 
 @router.post("/pause", summary="Pause a pool", responses=problems.responses(*_POOL_PROBLEMS))
 async def pause_pool(pool: PoolName, call: Call, reason: GivenReason) -> PoolStatusView:
-    """Pauses the pool: nothing is launched until it is resumed; free workers can still be
-    claimed."""
+    """Launches nothing until the pool is resumed; free workers can still be claimed."""
     return await _change_mode(pool, call, reason, "pause")
 
 
 @router.post("/drain", summary="Drain a pool", responses=problems.responses(*_POOL_PROBLEMS))
 async def drain_pool(pool: PoolName, call: Call, reason: GivenReason) -> PoolStatusView:
-    """Stops all free workers, and launches none until it is resumed. Users keep theirs."""
+    """Stops all free workers, and launches none until the pool is resumed. Users keep theirs."""
     return await _change_mode(pool, call, reason, "drain")
 
 
@@ -88,17 +86,17 @@ _ROLLOUT_PROBLEMS = (
 
 @router.get(
     "/rollout",
-    summary="Look at a rollout",
+    summary="Get a pool's rollout",
     responses=problems.responses(*_ROLLOUT_PROBLEMS, errors.NoRollout),
 )
 async def get_rollout(pool: PoolName, call: Call) -> RolloutStatusView:
-    """Returns how far the pool's rollout is, or how the last one ended."""
+    """Says how far it is, or how the last one ended."""
     return RolloutStatusView.of(await call.services.rollouts.view(pool))
 
 
 @router.post(
     "/rollout",
-    summary="Begin a rollout",
+    summary="Start a rollout",
     status_code=202,
     responses=problems.responses(
         *_ROLLOUT_PROBLEMS,
@@ -109,7 +107,8 @@ async def get_rollout(pool: PoolName, call: Call) -> RolloutStatusView:
     ),
 )
 async def start_rollout(pool: PoolName, body: RolloutRequest, call: Call) -> RolloutStatusView:
-    """Brings the pool to another version of the worker: make before break, and back by itself.
+    """Replaces the pool's workers by ones of another version. A new worker is ready before an old
+    one ends, and a rollout that fails goes back by itself.
 
     An image has to be on the list of `GET /v1/images`, which administrators keep.
     """
@@ -130,12 +129,12 @@ async def start_rollout(pool: PoolName, body: RolloutRequest, call: Call) -> Rol
 
 @router.post(
     "/rollout/abort",
-    summary="Take a rollout back",
+    summary="Abort a rollout",
     status_code=202,
     responses=problems.responses(*_ROLLOUT_PROBLEMS, errors.NoRollout),
 )
 async def abort_rollout(pool: PoolName, call: Call, reason: GivenReason) -> RolloutStatusView:
-    """Aborts the rollout: what the pool had before is put back in the same way. The answer may not
-    show it yet."""
+    """Puts the version that the pool had before back in the same way. The answer may not show it
+    yet."""
     await call.audit("pool.rollout_abort_requested", f"pool:{pool}", reason=reason)
     return RolloutStatusView.of(await call.services.rollouts.abort(pool, reason))

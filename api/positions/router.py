@@ -47,7 +47,9 @@ _BROKER_PROBLEMS = (
 
 
 @router.get(
-    "/positions", summary="Look at positions", responses=problems.responses(*_BROKER_PROBLEMS)
+    "/positions",
+    summary="Get an account's positions",
+    responses=problems.responses(*_BROKER_PROBLEMS),
 )
 async def get_positions(
     user_id: KnownUserId, account_id: AccountId, call: Call, seconds: Seconds = BROKER_TIMEOUT_S
@@ -65,7 +67,7 @@ async def get_positions(
 
 
 @router.get(
-    "/balance", summary="Look at the balance", responses=problems.responses(*_BROKER_PROBLEMS)
+    "/balance", summary="Get an account's balance", responses=problems.responses(*_BROKER_PROBLEMS)
 )
 async def get_balance(
     user_id: KnownUserId, account_id: AccountId, call: Call, seconds: Seconds = BROKER_TIMEOUT_S
@@ -110,9 +112,9 @@ async def close_position(
     call: Call,
     wait: Wait = None,
 ) -> Response:
-    """Places the order that closes the position which the broker knows now; at the market unless a
-    price is given. Above what the market takes in one order, it is several orders (`parts`),
-    written together, with one outcome; repeat the close to see it.
+    """Places an order for the quantity that the broker reports now, at the market unless a price is
+    given. A quantity above what the market takes in one order becomes several orders (`parts`),
+    written together, with one outcome; repeat the call to see it.
 
     It passes a switch that lets only reducing orders through. Refused with `POSITION_BUSY` while
     another order works on that side, or if one was filled so lately that the position may not show
@@ -148,9 +150,9 @@ async def carry_out_intent(
     call: Call,
     wait: Wait = None,
 ) -> Response:
-    """`long_entry` buys, `short_entry` sells; a position on the other side is closed first, and
-    only if that is confirmed filled is the new one opened. `long_exit` and `short_exit` close such
-    a position.
+    """`long_entry` buys and `short_entry` sells. An opposite position is closed first, and the new
+    one is opened only after that close is confirmed filled. `long_exit` and `short_exit` only
+    close.
 
     Nothing is opened later by itself: when the request ends before the close is filled, repeat it
     with the same id, within the order deadline after the close was accepted. Problems carry the

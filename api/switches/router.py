@@ -32,7 +32,7 @@ Cursor = Annotated[
 
 @router.put(
     "/switches",
-    summary="Halt, reduce or open",
+    summary="Halt, reduce or open trading",
     response_model=SwitchSetView,
     responses={
         202: problems.answer(SwitchSetView, "It is set; Valkey did not answer yet."),
@@ -40,8 +40,8 @@ Cursor = Annotated[
     },
 )
 async def put_switch(body: SwitchRequest, call: Call, response: Response) -> SwitchSetView:
-    """Sets a switch: `halted` takes no new order,
-    `reducing` only those that make a position smaller.
+    """`halted` refuses every new order, `reducing` all but those that make a position smaller, and
+    `open` none.
 
     Cancels always pass. It holds when this is answered, also for orders that are queued already;
     only what is inside the broker's SDK by then continues. Operators switch everybody, a user or an
@@ -57,7 +57,7 @@ async def put_switch(body: SwitchRequest, call: Call, response: Response) -> Swi
 
 
 @router.get(
-    "/switches", summary="Look at switches", responses=problems.responses(NotFound, UserNotFound)
+    "/switches", summary="List switches", responses=problems.responses(NotFound, UserNotFound)
 )
 async def list_switches(
     call: Call,
@@ -67,8 +67,8 @@ async def list_switches(
     limit: Rows = 100,
     cursor: Cursor = None,
 ) -> SwitchList:
-    """Lists every switch that was ever set, the newest change first. With a user, or a user's key,
-    lists those that can hold for the user, and what applies."""
+    """Shows every switch that was ever set, the newest change first. For one user (a user's key, or
+    `user_id`), shows those that can apply to them, and what applies now."""
     user_id = user_id or call.caller.user_id
     if user_id is not None:
         call.require_user(user_id)

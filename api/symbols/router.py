@@ -24,7 +24,7 @@ Name = Annotated[
 
 @router.get("/symbols", summary="List names of symbols")
 async def list_symbol_names(call: Call) -> SymbolNameList:
-    """Lists names that operators gave to symbols for signals, besides those that every installation
+    """Shows the names that operators gave for signals, without those that every installation
     understands."""
     rows = await call.database.fetch(symbol_names.list_names)
     shown = [SymbolNameView.model_validate(row) for row in rows]
@@ -34,11 +34,12 @@ async def list_symbol_names(call: Call) -> SymbolNameList:
 
 
 @router.put(
-    "/symbols/{name}", summary="Name a symbol", responses=problems.responses(errors.InvalidRequest)
+    "/symbols/{name}",
+    summary="Set the meaning of a symbol's name",
+    responses=problems.responses(errors.InvalidRequest),
 )
 async def put_symbol_name(name: Name, body: SymbolNameRequest, call: Call) -> SymbolNameView:
-    """Gives a name its meaning, for signals that come from now on;
-    those that came before keep theirs."""
+    """Applies to signals that come from now on; earlier ones keep the meaning they had."""
     row = await call.database.write(
         symbol_names.put_name, name.upper(), body.symbol, actor=call.actor
     )
@@ -48,11 +49,11 @@ async def put_symbol_name(name: Name, body: SymbolNameRequest, call: Call) -> Sy
 @router.delete(
     "/symbols/{name}",
     status_code=204,
-    summary="Forget a name",
+    summary="Delete a symbol's name",
     responses=problems.responses(errors.NotFound),
 )
 async def delete_symbol_name(name: Name, call: Call) -> Response:
-    """Deletes a name: from now on signals with it mean what they mean without the table."""
+    """Lets signals with this name mean, from now on, what they mean without the table."""
     if not await call.database.write(symbol_names.delete_name, name.upper(), actor=call.actor):
         raise errors.NotFound
     return Response(status_code=204)

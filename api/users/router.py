@@ -42,7 +42,7 @@ _LIMITS_PATH = "/{user_id}/accounts/{account_id}/limits"
     responses=problems.responses(users.UserExists, GrantTooWide),
 )
 async def create_user(body: schemas.UserRequest, call: Call) -> schemas.UserWithKeyView:
-    """Creates a user and an API key for it, which is shown this once.
+    """Also creates the user's first API key, which is shown only in this answer.
 
     The key may do all that a user may do, unless `scopes` says less, and ends after 90 days; rotate
     it before. It gets no scope that the key that makes it does not have, and may be used from where
@@ -61,7 +61,7 @@ async def list_users(
     limit: Rows = 100,
     cursor: Annotated[IdPart | None, Query(description="`next_cursor` of the page before.")] = None,
 ) -> schemas.UserPage:
-    """Lists all users by id, without those that were removed. For operators and administrators."""
+    """Sorts by id, and leaves out users that were removed. For operators and administrators."""
     rows = await call.database.fetch(
         users.list_users, prefix=prefix, disabled=disabled, after=cursor, limit=limit + 1
     )
@@ -71,12 +71,9 @@ async def list_users(
     )
 
 
-@router.get(
-    "/{user_id}", summary="Look at a user", responses=problems.responses(users.UserNotFound)
-)
+@router.get("/{user_id}", summary="Get a user", responses=problems.responses(users.UserNotFound))
 async def get_user(user_id: VisibleUserId, call: Call) -> schemas.UserDetailView:
-    """Returns the user and their broker accounts with the state of their logins, without anything
-    secret."""
+    """Includes the broker accounts and the state of their logins, but no secret."""
     async with call.database.session(autocommit=True) as session:
         user = await users.get_user(session, user_id)
         stored = await accounts.accounts_of_user(session, user_id)
@@ -93,7 +90,7 @@ async def get_user(user_id: VisibleUserId, call: Call) -> schemas.UserDetailView
     responses=problems.responses(users.UserNotFound, TemporalUnavailable),
 )
 async def disable_user(user_id: UserId, call: Call, reason: GivenReason) -> schemas.UserView:
-    """Refuses the user's keys, signals and all new orders, and ends their worker.
+    """Ends the user's worker. From now on the user's keys, signals and new orders are refused.
 
     Open orders stay at the broker: operators cancel them. Without Temporal the answer is an error,
     but the user is disabled; a repeat ends the worker.
@@ -118,7 +115,7 @@ async def disable_user(user_id: UserId, call: Call, reason: GivenReason) -> sche
     "/{user_id}/enable", summary="Enable a user", responses=problems.responses(users.UserNotFound)
 )
 async def enable_user(user_id: UserId, call: Call, reason: GivenReason) -> schemas.UserView:
-    """Takes the user's keys, signals and orders again. For administrators."""
+    """Accepts the keys, signals and orders of a disabled user again. For administrators."""
     user = await call.database.write(
         users.put_disabled, user_id, False, actor=call.actor, reason=reason
     )
@@ -128,35 +125,37 @@ async def enable_user(user_id: UserId, call: Call, reason: GivenReason) -> schem
 @router.delete(
     "/{user_id}",
     status_code=204,
-    summary="Remove a user",
+    summary="Remove a user for good",
     responses=problems.responses(users.UserNotFound, accounts.StillInUse),
 )
 async def remove_user(user_id: UserId, call: Call, reason: Why = "requested") -> None:
-    """Removes a user for good, with accounts, credentials, webhooks and keys, once they are
-    disabled and nothing is open.
+    """Deletes the user's accounts, credentials, webhooks and keys. The user must be disabled, and
+    nothing of theirs open.
 
     Orders and the audit trail are kept, so the id is not given again. For administrators.
     """
     await call.database.write(users.remove_user, user_id, actor=call.actor, reason=reason)
 
 
-@router.get(_ADDRESSES_PATH, summary="Look at statement addresses")
+@router.get(_ADDRESSES_PATH, summary="Get a user's statement addresses")
 async def get_statement_addresses(
     user_id: KnownUserId, call: Call
 ) -> schemas.StatementAddressesView:
-    """Returns where the statement of each trading day goes."""
+    """Names the mail address and the webhook that receive the statement of each trading day."""
     addresses = await call.database.fetch(users.get_addresses, user_id)
     return schemas.StatementAddressesView.model_validate(addresses)
 
 
 @router.put(
-    _ADDRESSES_PATH, summary="Set statement addresses", responses=problems.responses(NotFound)
+    _ADDRESSES_PATH,
+    summary="Set a user's statement addresses",
+    responses=problems.responses(NotFound),
 )
 async def put_statement_addresses(
     user_id: KnownUserId, body: schemas.StatementAddressesRequest, call: Call
 ) -> schemas.StatementAddressesView:
-    """Sets both; without any the user gets no statements. For administrators, who have to know that
-    the address is the user's: nothing is sent to confirm it."""
+    """Replaces both; a user without any gets no statements. For administrators, who have to know
+    that the address is the user's: nothing is sent to confirm it."""
     addresses = StatementAddress(email=body.email, webhook_url=body.webhook_url)
     await call.database.write(users.put_addresses, user_id, addresses, actor=call.actor)
     return schemas.StatementAddressesView.model_validate(addresses)
@@ -164,7 +163,7 @@ async def put_statement_addresses(
 
 @credentials_router.put(
     "/{user_id}/accounts/{account_id}/credentials",
-    summary="Store broker credentials",
+    summary="Store an account's broker credentials",
     responses=problems.responses(
         accounts.TooManyAccounts,
         accounts.AccountDiffers,
@@ -177,7 +176,7 @@ async def put_statement_addresses(
 async def store_credentials(
     user_id: VisibleUserId, account_id: AccountId, body: schemas.CredentialsRequest, call: Call
 ) -> schemas.CredentialsView:
-    """Encrypts and stores the credentials of one account; they are never shown again.
+    """Encrypts them; they are never shown again.
 
     Of a live account's certificate the end is read first: one that no program can open with this
     password, or that has expired, is refused (`CERTIFICATE_REFUSED`, `CERTIFICATE_EXPIRED`), and
@@ -194,14 +193,15 @@ async def store_credentials(
 
 @credentials_router.post(
     "/{user_id}/accounts/{account_id}/retry",
-    summary="Try a rejected login again",
+    summary="Retry a rejected login",
     responses=problems.responses(accounts.AccountNotFound, LoginLimited),
 )
 async def retry_login(
     user_id: VisibleUserId, account_id: AccountId, call: Call
 ) -> schemas.AccountView:
-    """Retries a login with what is stored, by the running worker or the next one. An account that
-    was not rejected, and has no session, is only tried sooner. Limited as new credentials are."""
+    """Uses the stored credentials, in the running worker or the next one. An account that was not
+    rejected, and has no session, is only tried sooner. The limit is the one for storing
+    credentials."""
     async with call.database.session() as session:
         if call.caller.role is Role.USER:
             await accounts.require_login_tries(session, user_id)
@@ -214,38 +214,39 @@ async def retry_login(
 @credentials_router.delete(
     "/{user_id}/accounts/{account_id}",
     status_code=204,
-    summary="Remove an account",
+    summary="Remove an account for good",
     responses=problems.responses(accounts.AccountNotFound, accounts.StillInUse),
 )
 async def remove_account(
     user_id: VisibleUserId, account_id: AccountId, call: Call, reason: Why = "requested"
 ) -> None:
-    """Removes an account for good, with its credentials, limits and webhooks, once no worker runs
-    and no order of it is open."""
+    """Deletes its credentials, limits and webhooks. No worker may run for the user, and no order of
+    the account may be open."""
     await call.database.write(
         accounts.remove_account, user_id, account_id, actor=call.actor, reason=reason
     )
 
 
 @limit_router.get(
-    _LIMITS_PATH, summary="Look at limits", responses=problems.responses(AccountNotFound)
+    _LIMITS_PATH, summary="Get an account's limits", responses=problems.responses(AccountNotFound)
 )
 async def get_limits(
     user_id: VisibleUserId, account_id: AccountId, call: Call
 ) -> schemas.AccountLimitsView:
-    """Returns what the account may do, where that differs from the settings."""
+    """Shows only the limits that differ from the settings."""
     async with call.database.session() as session:
         await accounts.require_account(session, user_id, account_id)
         limits = await trading_limits.get_limits(session, user_id, account_id)
     return schemas.AccountLimitsView.model_validate(limits)
 
 
-@limit_router.put(_LIMITS_PATH, summary="Set limits", responses=problems.responses(AccountNotFound))
+@limit_router.put(
+    _LIMITS_PATH, summary="Set an account's limits", responses=problems.responses(AccountNotFound)
+)
 async def put_limits(
     user_id: UserId, account_id: AccountId, body: schemas.AccountLimitsRequest, call: Call
 ) -> schemas.AccountLimitsView:
-    """Sets all of them; what is left out is as the settings say. In force within 5 s. For
-    operators, who set none that is wider than the settings or than the account's own one, and
-    administrators."""
+    """Replaces all of them: a limit that is left out is the settings' one. They apply within 5 s.
+    An operator cannot set a limit wider than the settings' one or the account's present one."""
     limits = await service.put_limits(call, user_id, account_id, body)
     return schemas.AccountLimitsView.model_validate(limits)

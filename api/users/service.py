@@ -42,7 +42,7 @@ async def create_user(call: AuthorizedCall, body: schemas.UserRequest) -> schema
             "user",
             user_id,
             "the first key",
-            datetime.now(UTC) + api_keys.KEY_LIFE,
+            datetime.now(UTC) + api_keys.KEY_LIFETIME,
             scopes=scopes,
             sources=sources,
             made_by=UUID(call.caller.key_id),

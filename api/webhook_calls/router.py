@@ -33,8 +33,8 @@ async def list_calls(
         int | None, Query(ge=1, le=2**63 - 1, description="`next_cursor` of the page before.")
     ] = None,
 ) -> schemas.WebhookCallList:
-    """Returns the last 200 calls, the newest first: signals with their orders, refusals with their
-    reason."""
+    """Covers the last 200, the newest first: signals with their orders, refusals with
+    their reason."""
     await service.get_webhook(call.database, user_id, webhook_id)
     rows = await call.database.fetch(
         webhook_calls.list_calls, webhook_id, before=cursor, limit=limit + 1
@@ -47,7 +47,7 @@ async def list_calls(
 
 @router.get(
     "/calls.csv",
-    summary="Export a webhook's calls",
+    summary="Export a webhook's calls as CSV",
     response_class=Response,
     responses={
         **problems.content("CSV (RFC 4180) with a header, the newest first.", "text/csv"),
@@ -57,7 +57,7 @@ async def list_calls(
 async def export_calls(
     user_id: VisibleUserId, webhook_id: UUID, call: Call, bom: Bom = False
 ) -> Response:
-    """Returns the last 200 calls as a file; times are in the home zone."""
+    """Covers the last 200. Times are in the home zone."""
     await service.get_webhook(call.database, user_id, webhook_id)
     data = await service.export_calls(call.database, webhook_id, bom=bom)
     headers = {
@@ -85,7 +85,7 @@ async def export_calls(
 async def test_signal(
     user_id: KnownUserId, webhook_id: UUID, body: schemas.SignalTestRequest, call: Call
 ) -> schemas.SignalTestView:
-    """Checks and plans a signal as if it came now, and places nothing. The test is among the
-    calls."""
+    """Checks and plans a signal as if it came now, and places no order. The test is listed among
+    the calls."""
     webhook = await service.get_webhook(call.database, user_id, webhook_id)
     return await call.services.signal_tester.test_signal(webhook, body)

@@ -119,7 +119,7 @@ class SignalTester:
             account_id=webhook.account_id,
             test=True,
             body=shown_body(body),
-            **{**columns, "reason": columns["reason"][: signals.MAX_REASON] or None},
+            **{**columns, "reason": columns["reason"][: signals.MAX_REASON_LENGTH] or None},
         )
         async with self._database.session() as session:
             now = await webhooks.database_time(session)

@@ -38,7 +38,8 @@ Token = Annotated[str, Path(description="The webhook's token.", max_length=256)]
 async def create_webhook(
     user_id: VisibleUserId, body: schemas.WebhookRequest, call: Call
 ) -> schemas.WebhookWithSecretsView:
-    """Makes an address for one account's signals. Its token and secret are shown this once."""
+    """Makes an address for one account's signals. Its token and secret are shown only in this
+    answer."""
     token = call.services.tokens.make("")
     async with call.database.session() as session:
         await users.get_user(session, user_id)
@@ -58,14 +59,14 @@ async def create_webhook(
     return schemas.WebhookWithSecretsView(**shown, token=token, secret=secret, path=path)
 
 
-@router.get("/users/{user_id}/webhooks", summary="List webhooks")
+@router.get("/users/{user_id}/webhooks", summary="List a user's webhooks")
 async def list_webhooks(
     user_id: VisibleUserId,
     call: Call,
     limit: Rows = 100,
     cursor: Annotated[UUID | None, Query(description="`next_cursor` of the page before.")] = None,
 ) -> schemas.WebhookList:
-    """Lists a user's webhooks, the newest first, also those that were revoked."""
+    """Shows revoked ones, too, the newest first."""
     rows = await call.database.fetch(
         webhooks.webhooks_of_user, user_id, after=cursor, limit=limit + 1
     )
@@ -79,7 +80,7 @@ async def list_webhooks(
 async def revoke_webhook(
     user_id: VisibleUserId, webhook_id: UUID, call: Call
 ) -> schemas.WebhookView:
-    """Revokes a webhook: from now on nothing is taken there. Its orders stay."""
+    """Takes no more signals. Its orders stay."""
     row = await call.database.write(webhooks.revoke_webhook, user_id, webhook_id, actor=call.actor)
     if row is None:
         raise errors.NotFound
@@ -96,8 +97,8 @@ async def revoke_webhook(
 async def change_webhook(
     user_id: VisibleUserId, webhook_id: UUID, body: schemas.WebhookChange, call: Call
 ) -> schemas.WebhookView:
-    """Sets what its quantities count and how its orders are made, for signals that come from now
-    on."""
+    """Sets what its quantities count and how its orders are made. Applies to signals that come from
+    now on."""
     changes = _columns_of(body)
     async with call.database.session() as session:
         if "quantity_unit" in changes:
@@ -142,7 +143,7 @@ async def pause_webhook(
 async def resume_webhook(
     user_id: VisibleUserId, webhook_id: UUID, call: Call
 ) -> schemas.WebhookView:
-    """Takes signals again. Those that were refused meanwhile are not carried out."""
+    """Takes signals again. Those that were refused while it was paused are not carried out."""
     return await _set_pause(call, user_id, webhook_id, pause=False)
 
 
@@ -169,7 +170,8 @@ async def _set_pause(
 async def rotate_webhook(
     user_id: VisibleUserId, webhook_id: UUID, body: schemas.SecretRotationRequest, call: Call
 ) -> schemas.RotatedWebhookView:
-    """Makes a new secret, shown this once. The one before counts for `overlap_s` seconds more."""
+    """Shows the new secret only in this answer. The old one is accepted for `overlap_s` more
+    seconds."""
     async with call.database.session() as session:
         row, secret = await webhooks.rotate_secret(
             session, user_id, webhook_id, overlap_s=body.overlap_s, actor=call.actor
@@ -244,7 +246,7 @@ _SIGNAL_BODY: dict[str, Any] = {
     "/webhooks/{token}/orders",
     status_code=201,
     response_model=OrderView | schemas.SignalOutcome,
-    summary="Send a signal (its path before)",
+    summary="Send a signal (deprecated path)",
     openapi_extra=_SIGNAL_BODY,
     responses=_SIGNAL_RESPONSES,
     deprecated=True,

@@ -345,7 +345,7 @@ def shown_body(body: bytes) -> str:
         words = json.loads(text)
         if isinstance(words, dict):
             text = json.dumps({name: value for name, value in words.items() if name != "secret"})
-    return _SECRET_LIKE.sub("…", text).replace("\0", "")[: signals.MAX_TEXT]
+    return _SECRET_LIKE.sub("…", text).replace("\0", "")[: signals.MAX_TEXT_LENGTH]
 
 
 def _require_open(webhook: Webhook) -> None:

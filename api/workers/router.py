@@ -38,7 +38,7 @@ _INTERNAL = frozenset({"public_key", "proof", "claim", VALID_UNTIL})
 
 @router.get(
     "",
-    summary="Look at the worker",
+    summary="Get a user's worker",
     responses=problems.responses(
         errors.TemporalUnavailable,
         errors.ValkeyUnavailable,
@@ -47,7 +47,7 @@ _INTERNAL = frozenset({"public_key", "proof", "claim", VALID_UNTIL})
     ),
 )
 async def get_worker(user_id: KnownUserId, call: Call) -> schemas.WorkerView:
-    """Returns the worker from both sides: its own mark and metadata, and what its workflow says.
+    """Shows both sides: the worker's own mark and metadata, and what its workflow says.
 
     A mark counts as missing while the metadata next to it are not the worker's own.
     """
@@ -86,7 +86,7 @@ def _lifecycle_view(view: UserWorkerView, used: float) -> schemas.LifecycleView:
 
 @router.post(
     "/start",
-    summary="Start the worker",
+    summary="Start a user's worker",
     response_model=schemas.StartedWorkerView,
     responses={
         202: problems.answer(
@@ -98,7 +98,7 @@ def _lifecycle_view(view: UserWorkerView, used: float) -> schemas.LifecycleView:
 async def start_worker(
     user_id: KnownUserId, call: Call, reason: schemas.GivenReason, wait: Wait = START_TIMEOUT_S
 ) -> Response:
-    """Makes the user's worker Active: one that is already is simply returned. Safe to repeat."""
+    """Answers with the running worker if there is one already. Safe to repeat."""
     await call.database.fetch(accounts.require_login, user_id)
     await call.audit("worker.start_requested", f"user:{user_id}", reason=reason)
     marked = await call.services.valkey.exists(keys.mark(user_id))
@@ -120,13 +120,13 @@ def _accepted_response(call: AuthorizedCall, user_id: str, signal: str) -> Respo
 @router.post(
     "/stop",
     status_code=202,
-    summary="Stop the worker",
+    summary="Stop a user's worker",
     responses=problems.responses(errors.NoWorker, errors.TemporalUnavailable),
 )
 async def stop_worker(
     user_id: KnownUserId, call: Call, reason: schemas.GivenReason
 ) -> schemas.SignalledView:
-    """Asks the worker to finish the order in hand, close its broker sessions and end."""
+    """Lets the worker finish the order in hand, close its broker sessions and end."""
     await call.services.control.require_worker(user_id)  # what is refused is not noted
     await call.audit("worker.stop_requested", f"user:{user_id}", reason=reason)
     await call.services.control.signal(user_id, "shutdown", ShutdownRequest(reason=reason))
@@ -142,8 +142,8 @@ async def stop_worker(
 async def resume_worker(
     user_id: KnownUserId, call: Call, reason: schemas.GivenReason
 ) -> schemas.SignalledView:
-    """Ends the parking of a user whose worker crashed too often; the next order or start begins
-    anew.
+    """Applies to a user whose worker crashed too often; the next order or start launches a worker
+    again.
 
     For operators and administrators. A user that is not parked stays as it is.
     """
@@ -156,7 +156,7 @@ async def resume_worker(
 @router.post(
     "/reload-credentials",
     response_model=schemas.ReloadedView,
-    summary="Reload the credentials",
+    summary="Reload a worker's credentials",
     responses={
         202: problems.answer(
             schemas.SignalledView, "The worker is told; it takes longer than `wait` seconds."
@@ -238,11 +238,11 @@ class TimelineFeed:
         ]
 
 
-@router.get("/timeline", summary="Look at the worker's changes of state")
+@router.get("/timeline", summary="List a worker's changes of state")
 async def get_timeline(
     user_id: KnownUserId, call: Call, after: After = None, limit: TimelineLimit = 100
 ) -> schemas.TimelineView:
-    """Returns the last changes of state, or with `after` the next ones behind it; oldest first.
+    """Shows the last ones, or with `after` the next ones behind it; oldest first.
 
     It is written a moment after the change.
     """
@@ -254,7 +254,7 @@ async def get_timeline(
 
 @router.get(
     "/events",
-    summary="Follow the worker's changes of state",
+    summary="Stream a worker's changes of state",
     response_class=StreamingResponse,
     responses={
         **problems.content(
@@ -270,7 +270,7 @@ async def get_timeline(
 async def follow_timeline(
     user_id: KnownUserId, call: Call, begin: StreamBegin
 ) -> StreamingResponse:
-    """Changes as they happen, behind `Last-Event-ID` or `after`.
+    """Begins behind `Last-Event-ID` or `after`.
 
     Without either: the present state first, then what comes from now on. A comment every 15 s shows
     that the stream lives. It ends after an hour, and when the server stops: come back with the last

@@ -1,4 +1,5 @@
 """Collects errors, and decides what operators are alerted of and when.
 
-Not here: sending alerts (`api/fleet/alerts.py`), and Prometheus rules (`infra/monitoring`).
+Not here: the conditions, and making a job for each mail and webhook (`api/fleet/alerts.py`),
+sending the mail (`worker_runtime/jobs/types/mail.py`), and Prometheus rules (`infra/monitoring`).
 """

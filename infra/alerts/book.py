@@ -17,12 +17,12 @@ import msgspec
 from worker_runtime.protocol.bounds import Counter
 
 #: Seconds for which a condition must not hold until it is over: one that flaps is one alert.
-QUIET = 60.0
+QUIET_TIME_S = 60.0
 #: Errors that are told apart; further ones are counted together.
 MAX_ALERTS = 200
 #: Lines of one message, and characters of a line.
-MAX_LINES_PER_MESSAGE, LONGEST = 40, 300
-_HOUR = 3600.0
+MAX_LINES_PER_MESSAGE, MAX_LINE_LENGTH = 40, 300
+_HOUR_S = 3600.0
 _CURSOR = re.compile(r"[0-9]{1,18}(-[0-9]{1,18})?")
 
 
@@ -42,7 +42,7 @@ class OperatorAlert(msgspec.Struct, kw_only=True):
     told_at: float = 0.0
 
     def has_ended(self, now: float, window: float) -> bool:
-        return now - self.last_at >= (window if self.wait is None else QUIET)
+        return now - self.last_at >= (window if self.wait is None else QUIET_TIME_S)
 
     def is_due(self, now: float, window: float) -> bool:
         ended = self.has_ended(now, window)
@@ -54,7 +54,7 @@ class OperatorAlert(msgspec.Struct, kw_only=True):
 
     def line(self, ended: bool) -> str:
         text = "".join(character if character.isprintable() else " " for character in self.text)[
-            :LONGEST
+            :MAX_LINE_LENGTH
         ]
         first = _clock(self.first_at)
         if self.wait is None:
@@ -100,7 +100,7 @@ class AlertBook(msgspec.Struct, kw_only=True):
         ]
         if _CURSOR.fullmatch(book.cursor):
             times += [int(book.cursor.partition("-")[0]) / 1000, *book.sent]
-            if min(times) >= 0 and max(times) < now + _HOUR:
+            if min(times) >= 0 and max(times) < now + _HOUR_S:
                 return book
         return cls()
 
@@ -127,7 +127,7 @@ class AlertBook(msgspec.Struct, kw_only=True):
     def make_message(self, now: float, *, window: float, limit: int) -> None:
         """Makes a message of all that is due,
         unless the limit is reached, and forgets what has ended."""
-        self.sent = [at for at in self.sent if now - at < _HOUR]
+        self.sent = [at for at in self.sent if now - at < _HOUR_S]
         due = {key: alert for key, alert in self.alerts.items() if alert.is_due(now, window)}
         ended = {key for key, alert in self.alerts.items() if alert.has_ended(now, window)}
         told = due if len(self.sent) < limit else {}
@@ -148,7 +148,7 @@ class AlertBook(msgspec.Struct, kw_only=True):
         if len(self.sent) == limit:
             lines.append(
                 f"This is message {limit} in an hour: the next one after "
-                f"{_clock(self.sent[0] + _HOUR)}"
+                f"{_clock(self.sent[0] + _HOUR_S)}"
             )
         self.number += 1
         self.message = AlertMessage(number=self.number, at=int(now), subject=subject, lines=lines)

@@ -12,20 +12,28 @@ from dataclasses import dataclass
 from infra.hosts.scaling import plan_hosts
 from infra.vault.secret_folders import CHECK_INTERVAL_S
 
-HOURS, TRADING_HOURS = 730, 12 * 22
-USERS = (100, 1_000, 10_000)
+HOURS_PER_MONTH, TRADING_HOURS_PER_MONTH = 730, 12 * 22
+USER_COUNTS = (100, 1_000, 10_000)
 
-# An hour.
-API_HOST, WORKER_HOST = 0.124, 0.152
-BALANCER, NAT, ENDPOINT = 0.0243, 0.062, 0.014
+# Prices of an hour.
+API_HOST_USD_PER_HOUR, WORKER_HOST_USD_PER_HOUR = 0.124, 0.152
+BALANCER_USD_PER_HOUR, NAT_USD_PER_HOUR, ENDPOINT_USD_PER_HOUR = 0.0243, 0.062, 0.014
 #: With a standby in the second zone: PostgreSQL (m6g) and ElastiCache (m7g), by their sizes.
-DATABASE = {"large": 0.426, "xlarge": 0.852, "4xlarge": 3.408}
-ELASTICACHE = {"large": 0.312, "xlarge": 0.622, "4xlarge": 2.480}
+DATABASE_USD_PER_HOUR = {"large": 0.426, "xlarge": 0.852, "4xlarge": 3.408}
+ELASTICACHE_USD_PER_HOUR = {"large": 0.312, "xlarge": 0.622, "4xlarge": 2.480}
 #: One host of our own (m6i), and what its load balancer asks for each 3,000 open connections.
-VALKEY_HOST = {"large": 0.124, "xlarge": 0.248, "4xlarge": 0.992}
-BALANCER_UNIT = 0.006
-# A month.
-DISK_GIB, SNAPSHOT_GIB, DATABASE_GIB, SECRET, KEY, ALARM, METRIC = (
+VALKEY_HOST_USD_PER_HOUR = {"large": 0.124, "xlarge": 0.248, "4xlarge": 0.992}
+BALANCER_UNIT_USD_PER_HOUR = 0.006
+# Prices of a month.
+(
+    DISK_USD_PER_GIB,
+    SNAPSHOT_USD_PER_GIB,
+    DATABASE_USD_PER_GIB,
+    SECRET_USD,
+    KEY_USD,
+    ALARM_USD,
+    METRIC_USD,
+) = (
     0.096,
     0.05,
     0.276,
@@ -35,16 +43,16 @@ DISK_GIB, SNAPSHOT_GIB, DATABASE_GIB, SECRET, KEY, ALARM, METRIC = (
     0.30,
 )
 #: Of Valkey's volume, as in `stages.py`.
-VALKEY_GIB = 50
+VALKEY_VOLUME_GIB = 50
 #: How many of them `production` has; CloudWatch's own metrics cost nothing.
-SECRETS, KEYS, ALARMS, METRICS = 20, 2, 21, 7
+SECRET_COUNT, KEY_COUNT, ALARM_COUNT, METRIC_COUNT = 20, 2, 21, 7
 #: Folders of keys that the tasks other than the API's follow,
 #: and an API task; a call each `CHECK_INTERVAL_S` seconds.
-FOLDERS, FOLDERS_API, SECRET_CALLS_10_000 = 21, 4, 0.05
-# A GiB: through NAT, out to the internet, and into logs.
-NAT_GIB, EGRESS_GIB, LOG_GIB = 0.062, 0.114, 0.76
+FOLDER_COUNT, FOLDER_COUNT_PER_API_TASK, USD_PER_10_000_SECRET_CALLS = 21, 4, 0.05
+# Prices of a GiB: through NAT, out to the internet, and into logs.
+NAT_USD_PER_GIB, EGRESS_USD_PER_GIB, LOG_USD_PER_GIB = 0.062, 0.114, 0.76
 #: Temporal Cloud: the plan, and a million actions.
-TEMPORAL_PLAN, TEMPORAL_MILLION = 100.0, 50.0
+TEMPORAL_PLAN_USD, TEMPORAL_USD_PER_MILLION_ACTIONS = 100.0, 50.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +89,14 @@ def own_valkey(load: CostLoad) -> float:
     Each busy user's worker has four connections.
     """
     units = 4 * load.users * load.busy / 3_000
-    hourly = VALKEY_HOST[load.size] + BALANCER + BALANCER_UNIT * units
-    return hourly * HOURS + VALKEY_GIB * (DISK_GIB + 2 * SNAPSHOT_GIB)
+    hourly = (
+        VALKEY_HOST_USD_PER_HOUR[load.size]
+        + BALANCER_USD_PER_HOUR
+        + BALANCER_UNIT_USD_PER_HOUR * units
+    )
+    return hourly * HOURS_PER_MONTH + VALKEY_VOLUME_GIB * (
+        DISK_USD_PER_GIB + 2 * SNAPSHOT_USD_PER_GIB
+    )
 
 
 def costs(load: CostLoad) -> dict[str, float]:
@@ -95,48 +109,52 @@ def costs(load: CostLoad) -> dict[str, float]:
     # Two API tasks to a host, and a host for orchestrators and job runners in each zone.
     api_hosts = math.ceil(api_tasks / 2) + 2
     orders = load.users * load.orders_a_day * 22
-    actions = load.users * load.actions_an_hour * TRADING_HOURS
+    actions = load.users * load.actions_an_hour * TRADING_HOURS_PER_MONTH
     actions += orders * load.slow_orders * load.actions_an_order
     disks = (api_hosts + busy) * 50
     stored = 100 + orders * 12 * 4e-6  # 4 kB an order, kept a year
     return {
-        "worker hosts": WORKER_HOST * (busy * TRADING_HOURS + quiet * (HOURS - TRADING_HOURS)),
-        "API, orchestrators, jobs": API_HOST * api_hosts * HOURS,
-        "disks of hosts": disks * DISK_GIB,
-        "PostgreSQL": DATABASE[load.size] * HOURS + stored * DATABASE_GIB,
+        "worker hosts": WORKER_HOST_USD_PER_HOUR
+        * (busy * TRADING_HOURS_PER_MONTH + quiet * (HOURS_PER_MONTH - TRADING_HOURS_PER_MONTH)),
+        "API, orchestrators, jobs": API_HOST_USD_PER_HOUR * api_hosts * HOURS_PER_MONTH,
+        "disks of hosts": disks * DISK_USD_PER_GIB,
+        "PostgreSQL": DATABASE_USD_PER_HOUR[load.size] * HOURS_PER_MONTH
+        + stored * DATABASE_USD_PER_GIB,
         "Valkey on a host of our own": own_valkey(load),
-        "Temporal Cloud": TEMPORAL_PLAN + actions / 1e6 * TEMPORAL_MILLION,
-        "network": (BALANCER + 2 * NAT + 2 * 5 * ENDPOINT) * HOURS
-        + load.users * (load.nat * NAT_GIB + load.egress * EGRESS_GIB),
-        "logs, keys, secrets, alarms": load.users * load.log * LOG_GIB
-        + SECRETS * SECRET
-        + (FOLDERS + FOLDERS_API * api_tasks)
-        * HOURS
+        "Temporal Cloud": TEMPORAL_PLAN_USD + actions / 1e6 * TEMPORAL_USD_PER_MILLION_ACTIONS,
+        "network": (BALANCER_USD_PER_HOUR + 2 * NAT_USD_PER_HOUR + 2 * 5 * ENDPOINT_USD_PER_HOUR)
+        * HOURS_PER_MONTH
+        + load.users * (load.nat * NAT_USD_PER_GIB + load.egress * EGRESS_USD_PER_GIB),
+        "logs, keys, secrets, alarms": load.users * load.log * LOG_USD_PER_GIB
+        + SECRET_COUNT * SECRET_USD
+        + (FOLDER_COUNT + FOLDER_COUNT_PER_API_TASK * api_tasks)
+        * HOURS_PER_MONTH
         * 3600
         / CHECK_INTERVAL_S
         / 10_000
-        * SECRET_CALLS_10_000
-        + KEYS * KEY
-        + ALARMS * ALARM
-        + METRICS * METRIC,
+        * USD_PER_10_000_SECRET_CALLS
+        + KEY_COUNT * KEY_USD
+        + ALARM_COUNT * ALARM_USD
+        + METRIC_COUNT * METRIC_USD,
     }
 
 
 def table() -> str:
     """Returns the table in Markdown."""
-    columns = [costs(CostLoad(users=users)) for users in USERS]
-    heads = "".join(f" {users:,} users |" for users in USERS)
-    lines = [f"| USD a month |{heads}", "|---|" + "---:|" * len(USERS)]
+    columns = [costs(CostLoad(users=users)) for users in USER_COUNTS]
+    heads = "".join(f" {users:,} users |" for users in USER_COUNTS)
+    lines = [f"| USD a month |{heads}", "|---|" + "---:|" * len(USER_COUNTS)]
     lines += [
         f"| {name} |" + "".join(f" {column[name]:,.0f} |" for column in columns)
         for name in columns[0]
     ]
     sums = [sum(column.values()) for column in columns]
     lines.append("| **all** |" + "".join(f" **{total:,.0f}** |" for total in sums))
-    each = zip(sums, USERS, strict=True)
+    each = zip(sums, USER_COUNTS, strict=True)
     lines.append("| a user |" + "".join(f" {total / users:,.2f} |" for total, users in each))
     managed = ", ".join(
-        f"{ELASTICACHE[CostLoad(users=users).size] * HOURS:,.0f}" for users in USERS
+        f"{ELASTICACHE_USD_PER_HOUR[CostLoad(users=users).size] * HOURS_PER_MONTH:,.0f}"
+        for users in USER_COUNTS
     )
     lines += [
         "",

@@ -11,7 +11,7 @@ from constructs import Construct
 
 from infra.aws.hosts import log_group
 from infra.aws.logins import password, password_of
-from infra.aws.network import POSTGRES, Network
+from infra.aws.network import POSTGRES_PORT, Network
 from infra.aws.stages import AwsStage
 from infra.aws.valkey import ValkeyHost, add_elasticache
 
@@ -123,7 +123,7 @@ class Storage(Construct):
         servers = self._password("DatabaseLogin", "berth")
         database = postgres(self, "Database", self._stage, self._network, self._key, owner, "berth")
         host = database.db_instance_endpoint_address
-        address = f"{host}:{POSTGRES}/berth?sslrootcert={RDS_AUTHORITIES}"
+        address = f"{host}:{POSTGRES_PORT}/berth?sslrootcert={RDS_AUTHORITIES}"
         owners_url = f"postgresql+asyncpg://berth_owner:{password_of(owner)}@{address}"
         servers_url = f"postgresql+asyncpg://berth:{password_of(servers)}@{address}"
         return (

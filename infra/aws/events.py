@@ -23,7 +23,7 @@ from infra.aws.stages import AwsStage
 from infra.launchers.ecs.records import GROUP
 
 #: Deliveries of a message until it is a dead letter, and how long dead letters are kept.
-DELIVERIES, KEPT = 10, Duration.days(14)
+MAX_DELIVERIES, RETENTION = 10, Duration.days(14)
 
 
 class TaskEvents(Construct):
@@ -32,12 +32,12 @@ class TaskEvents(Construct):
     def __init__(self, scope: Construct, hosts: Hosts) -> None:
         super().__init__(scope, "TaskEvents")
         #: Messages that no orchestrator could read, and events that EventBridge could not deliver.
-        self.dead = [self._queue(name, retention=KEPT) for name in ("Unread", "Undelivered")]
+        self.dead = [self._queue(name, retention=RETENTION) for name in ("Unread", "Undelivered")]
         self.queue = self._queue(
             "Changes",
             retention=Duration.days(1),
             visibility=Duration.seconds(60),
-            dead_letters=sqs.DeadLetterQueue(queue=self.dead[0], max_receive_count=DELIVERIES),
+            dead_letters=sqs.DeadLetterQueue(queue=self.dead[0], max_receive_count=MAX_DELIVERIES),
         )
         events.Rule(
             self,

@@ -13,7 +13,7 @@ from constructs import Construct
 
 from infra.aws.network import Network
 from infra.aws.stages import AwsStage
-from infra.launchers.docker.container import PIDS
+from infra.launchers.docker.container import MAX_PIDS
 
 #: Of a worker host, where the ECS task definition of workers mounts it from.
 LAUNCH_KEY_FOLDER = "/etc/berth"
@@ -84,7 +84,7 @@ class Hosts(Construct):
                 f"chown {WORKER_UID} {LAUNCH_KEY_FOLDER}/launch-document.key",
                 # By default none: a fork bomb of one worker
                 # would take the host from its 29 neighbours.
-                f"echo ECS_TASK_PIDS_LIMIT={PIDS} >> /etc/ecs/ecs.config",
+                f"echo ECS_TASK_PIDS_LIMIT={MAX_PIDS} >> /etc/ecs/ecs.config",
             ],
             rolls=False,
         )

@@ -10,7 +10,7 @@ from infra.aws.stages import AwsStage
 
 #: Ports that Docker gives to containers in bridge mode.
 BRIDGE_PORTS = ec2.Port.tcp_range(32768, 65535)
-POSTGRES, VALKEY, TEMPORAL = 5432, 6379, 7233
+POSTGRES_PORT, VALKEY_PORT, TEMPORAL_PORT = 5432, 6379, 7233
 #: Services that the hosts and tasks call often; without an endpoint each call would pay for NAT.
 _ENDPOINTS = {
     "Ecr": ec2.InterfaceVpcEndpointAwsService.ECR,
@@ -71,9 +71,9 @@ class Network(Construct):
         self.balancer.add_ingress_rule(ec2.Peer.any_ipv4(), ec2.Port.tcp(443), "clients")
         self.balancer.add_egress_rule(self.servers, BRIDGE_PORTS, "API tasks")
         self.servers.add_ingress_rule(self.balancer, BRIDGE_PORTS, "API tasks")
-        self.database.add_ingress_rule(self.servers, ec2.Port.tcp(POSTGRES), "servers")
+        self.database.add_ingress_rule(self.servers, ec2.Port.tcp(POSTGRES_PORT), "servers")
         for group in (self.servers, self.workers):
-            self.valkey.add_ingress_rule(group, ec2.Port.tcp(VALKEY), "servers and workers")
+            self.valkey.add_ingress_rule(group, ec2.Port.tcp(VALKEY_PORT), "servers and workers")
             self.endpoints.add_ingress_rule(group, ec2.Port.tcp(443), "servers and workers")
         for name, service in _ENDPOINTS.items():
             self.vpc.add_interface_endpoint(

@@ -12,10 +12,10 @@ import urllib.request
 import boto3
 
 #: Seconds between two looks at the task. The function itself ends after 15 minutes.
-PAUSE_S = 5.0
+CHECK_INTERVAL_S = 5.0
 
 
-def handler(event, context, *, ecs=None, pause_s=PAUSE_S):
+def handler(event, context, *, ecs=None, pause_s=CHECK_INTERVAL_S):
     """Answers CloudFormation in any case: it would wait an hour for an answer that does not come.
 
     Lambda passes `event` and `context`; tests pass the others.

@@ -23,16 +23,16 @@ from infra.aws.network import Network
 from infra.aws.stages import AwsStage, JobTier
 from infra.aws.tasks import ServerSpec, ServerTask, TaskSize, service
 from infra.aws.workers import WorkerTasks
-from infra.jobs.scaling import WAITED
+from infra.jobs.scaling import WAITED_EVENT
 
 #: Targets of the API's scaling, and its two pauses.
-CPU_TARGET, REQUESTS_A_MINUTE = 70, 1000
-SCALE_OUT, SCALE_IN = Duration.seconds(60), Duration.seconds(300)
+CPU_TARGET_PERCENT, REQUESTS_PER_MINUTE = 70, 1000
+SCALE_OUT_COOLDOWN, SCALE_IN_COOLDOWN = Duration.seconds(60), Duration.seconds(300)
 #: Seconds that a job waits until its fleet gets another task.
 #: From 5 s on it has more runners (`jobs_wait`).
-JOBS_WAITED = 30
+MAX_JOB_WAIT_S = 30
 #: How long a task that leaves may finish its requests.
-DRAIN = Duration.seconds(300)
+DRAIN_TIMEOUT = Duration.seconds(300)
 API_PORT = 8000
 #: What job runners have of the message secret, and the folder of the secrets that a tier needs.
 JOBS_KEY = "/keys/fleet/fleet.key"
@@ -255,7 +255,7 @@ def add_api(
         port=API_PORT,
         protocol=elb.ApplicationProtocol.HTTP,
         targets=[api],
-        deregistration_delay=DRAIN,
+        deregistration_delay=DRAIN_TIMEOUT,
         load_balancing_algorithm_type=elb.TargetGroupLoadBalancingAlgorithmType.LEAST_OUTSTANDING_REQUESTS,
         health_check=elb.HealthCheck(
             # ECS replaces tasks that fail it: no cure for a server that all of them miss.
@@ -270,10 +270,10 @@ def add_api(
     scaling = api.auto_scale_task_count(
         min_capacity=stage.api_tasks, max_capacity=stage.api_tasks_most
     )
-    pauses = {"scale_out_cooldown": SCALE_OUT, "scale_in_cooldown": SCALE_IN}
-    scaling.scale_on_cpu_utilization("Cpu", target_utilization_percent=CPU_TARGET, **pauses)
+    pauses = {"scale_out_cooldown": SCALE_OUT_COOLDOWN, "scale_in_cooldown": SCALE_IN_COOLDOWN}
+    scaling.scale_on_cpu_utilization("Cpu", target_utilization_percent=CPU_TARGET_PERCENT, **pauses)
     scaling.scale_on_request_count(
-        "Requests", target_group=target, requests_per_target=REQUESTS_A_MINUTE, **pauses
+        "Requests", target_group=target, requests_per_target=REQUESTS_PER_MINUTE, **pauses
     )
     return balancer
 
@@ -391,7 +391,7 @@ def add_job_fleet(servers: Servers, name: str, tier: JobTier) -> None:
     fleet = servers.serve(task, f"jobs-{name}")
     waited = task.log.add_metric_filter(
         "Waited",
-        filter_pattern=logs.FilterPattern.string_value("$.event", "=", WAITED),
+        filter_pattern=logs.FilterPattern.string_value("$.event", "=", WAITED_EVENT),
         metric_namespace="Berth",
         metric_name=f"{servers.stage.name}-jobs-{name}-waited",
         metric_value="$.seconds",
@@ -402,8 +402,8 @@ def add_job_fleet(servers: Servers, name: str, tier: JobTier) -> None:
         metric=waited,
         scaling_steps=[
             autoscaling.ScalingInterval(upper=1, change=-1),
-            autoscaling.ScalingInterval(lower=JOBS_WAITED, change=1),
-            autoscaling.ScalingInterval(lower=4 * JOBS_WAITED, change=2),
+            autoscaling.ScalingInterval(lower=MAX_JOB_WAIT_S, change=1),
+            autoscaling.ScalingInterval(lower=4 * MAX_JOB_WAIT_S, change=2),
         ],
-        cooldown=SCALE_IN,
+        cooldown=SCALE_IN_COOLDOWN,
     )

@@ -21,13 +21,13 @@ from constructs import Construct
 from infra.aws.data import postgres
 from infra.aws.hosts import log_group
 from infra.aws.logins import password
-from infra.aws.network import POSTGRES, TEMPORAL, Network
+from infra.aws.network import POSTGRES_PORT, TEMPORAL_PORT, Network
 from infra.aws.servers import Servers
 from infra.aws.tasks import environment, image_of
 
 VERSION = "1.31.2"
 #: MiB and CPU units of the whole task.
-CPU, MEMORY = 1024, 4096
+CPU_UNITS, MEMORY_MIB = 1024, 4096
 _COMPOSE = Path(__file__).parents[1] / "compose"
 _CONFIG, _AUTHORITIES = "/etc/temporal/berth", "/etc/temporal/berth/authorities.pem"
 
@@ -56,7 +56,11 @@ def server_config(database: str) -> str:
     text = (_COMPOSE / "temporal-server.yaml").read_text("utf-8")
     tls = f'tls: {{enabled: true, caFile: "{_AUTHORITIES}", enableHostVerification: true}}'
     for old, new, times in [
-        ('connectAddr: "postgres:5432"', f'connectAddr: "{database}:{POSTGRES}"\n        {tls}', 2),
+        (
+            'connectAddr: "postgres:5432"',
+            f'connectAddr: "{database}:{POSTGRES_PORT}"\n        {tls}',
+            2,
+        ),
         ('command: cat\n          args: ["/run/secrets/temporal_database_password"]',
          'command: printenv\n          args: ["SQL_PASSWORD"]', 2),
         ("http://temporal-jwks:8000/", "http://127.0.0.1:8000/", 1),
@@ -76,7 +80,9 @@ def schema_script(database: str) -> str:
     text = text.replace(
         'SQL_PASSWORD="$(cat /run/secrets/temporal_database_password)"\nexport SQL_PASSWORD\n', ""
     )
-    return text.replace("--ep postgres --port 5432", f"--ep {database} --port {POSTGRES} {tls}")
+    return text.replace(
+        "--ep postgres --port 5432", f"--ep {database} --port {POSTGRES_PORT} {tls}"
+    )
 
 
 class TemporalCluster(Construct):
@@ -107,10 +113,10 @@ class TemporalCluster(Construct):
         # Nothing else comes in: the frontend's membership port asks for no login. The server's
         # parts are in one container, where they find each other on loopback. So there is one task
         # at a time: a second one would not know of the first, and both would own all shards.
-        group.add_ingress_rule(front, ec2.Port.tcp(TEMPORAL), "calls")
+        group.add_ingress_rule(front, ec2.Port.tcp(TEMPORAL_PORT), "calls")
         # Its image, keys and log come by the endpoints: their names lead nowhere else in this VPC.
         for to, reached, port in (
-            ("Database", network.database, POSTGRES),
+            ("Database", network.database, POSTGRES_PORT),
             ("Endpoints", network.endpoints, 443),
         ):
             ec2.CfnSecurityGroupIngress(  # here: these groups are of the other stack
@@ -135,8 +141,8 @@ class TemporalCluster(Construct):
             self,
             "Task",
             family=f"berth-{stage.name}-temporal",
-            cpu=CPU,
-            memory_limit_mib=MEMORY,
+            cpu=CPU_UNITS,
+            memory_limit_mib=MEMORY_MIB,
             task_role=role,
             volumes=[ecs.Volume(name=volume) for volume in ("config", "keys")],
         )
@@ -222,19 +228,19 @@ class TemporalCluster(Construct):
             },
             secrets=secret,
             mounts={"config": _CONFIG},
-            health=["nc", "-z", "127.0.0.1", str(TEMPORAL)],
+            health=["nc", "-z", "127.0.0.1", str(TEMPORAL_PORT)],
             after={
                 schema: ecs.ContainerDependencyCondition.SUCCESS,
                 jwks: ecs.ContainerDependencyCondition.HEALTHY,
             },
         )
-        server.add_port_mappings(ecs.PortMapping(container_port=TEMPORAL))
+        server.add_port_mappings(ecs.PortMapping(container_port=TEMPORAL_PORT))
         self._container(
             "namespace",
             tools,
             script=(_COMPOSE / "temporal-namespace.sh").read_text("utf-8"),
             given={
-                "TEMPORAL_ADDRESS": f"127.0.0.1:{TEMPORAL}",
+                "TEMPORAL_ADDRESS": f"127.0.0.1:{TEMPORAL_PORT}",
                 "TEMPORAL_NAMESPACE": "default",
                 "TEMPORAL_RETENTION": f"{stage.log_days}d",
                 "TEMPORAL_API_KEY_FILE": "/keys/temporal/admin.jwt",
@@ -278,11 +284,11 @@ class TemporalCluster(Construct):
             ssl_policy=elb.SslPolicy.TLS13_RES,
         ).add_targets(
             "Frontend",
-            port=TEMPORAL,
+            port=TEMPORAL_PORT,
             protocol=elb.Protocol.TCP,
             targets=[
                 self.service.load_balancer_target(
-                    container_name="temporal", container_port=TEMPORAL
+                    container_name="temporal", container_port=TEMPORAL_PORT
                 )
             ],
             deregistration_delay=Duration.seconds(60),

@@ -25,7 +25,7 @@ from constructs import Construct
 
 from infra.aws.hosts import log_group
 from infra.aws.logins import password, password_of
-from infra.aws.network import VALKEY, Network
+from infra.aws.network import VALKEY_PORT, Network
 from infra.aws.stages import AwsStage
 from infra.valkey.job_users import JOB_COMMANDS
 from infra.valkey.worker_users import COMMANDS
@@ -58,7 +58,7 @@ VALKEY_UID, VALKEY_IMAGE = 999, "9.1.2"
 #: Of the host's memory. Rewriting the append-only file copies what is written meanwhile.
 MEMORY_PERCENT = 60
 #: Hours between two snapshots of the volume, and how many are kept.
-SNAPSHOT_HOURS, SNAPSHOTS_KEPT = 1, 48
+SNAPSHOT_INTERVAL_HOURS, MAX_SNAPSHOTS_KEPT = 1, 48
 _COMPOSE_CONF = Path(__file__).parents[1] / "compose" / "valkey.conf"
 
 
@@ -137,7 +137,7 @@ def add_elasticache(
         cache_parameter_group_name=parameters.ref,
         cache_subnet_group_name=subnets.ref,
         security_group_ids=[network.valkey.security_group_id],
-        port=VALKEY,
+        port=VALKEY_PORT,
         transit_encryption_enabled=True,
         transit_encryption_mode="required",
         at_rest_encryption_enabled=True,
@@ -149,7 +149,7 @@ def add_elasticache(
     if stage.keep_data:
         valkey.cfn_options.deletion_policy = CfnDeletionPolicy.SNAPSHOT
         valkey.cfn_options.update_replace_policy = CfnDeletionPolicy.SNAPSHOT
-    place = f"{valkey.attr_primary_end_point_address}:{VALKEY}/0"
+    place = f"{valkey.attr_primary_end_point_address}:{VALKEY_PORT}/0"
     # Amazon's own authorities signed its certificate: those of the system know them.
     urls = {name: f"rediss://{name}:{password_of(login)}@{place}" for name, login in logins.items()}
     memory, cpu = (
@@ -183,7 +183,7 @@ def server_config() -> str:
     workers of a whole fleet."""
     text = _COMPOSE_CONF.read_text("utf-8")
     for old, new in (
-        ("port 6379\n", f"port 0\ntls-port {VALKEY}\ntls-auth-clients no\n"
+        ("port 6379\n", f"port 0\ntls-port {VALKEY_PORT}\ntls-auth-clients no\n"
                         "tls-cert-file /run/secrets/valkey.crt\n"
                         "tls-key-file /run/secrets/valkey.key\n"),
         ("maxmemory 1gb\n", "maxmemory MAXMEMORY\n"),
@@ -243,7 +243,7 @@ class ValkeyHost(Construct):
             self,
             "Server",
             vpc=network.vpc,
-            port=VALKEY,
+            port=VALKEY_PORT,
             protocol=elb.Protocol.TLS,
             targets=[group],
             deregistration_delay=Duration.seconds(0),
@@ -257,13 +257,13 @@ class ValkeyHost(Construct):
         )
         self._balancer(name).add_listener(
             "Tls",
-            port=VALKEY,
+            port=VALKEY_PORT,
             protocol=elb.Protocol.TLS,
             certificates=[elb.ListenerCertificate.from_arn(certificate)],
             ssl_policy=elb.SslPolicy.TLS13_RES,
             default_target_groups=[target],
         )
-        place = f"{name}:{VALKEY}/0"
+        place = f"{name}:{VALKEY_PORT}/0"
         healthy = target.metrics.healthy_host_count(statistic="Minimum", period=Duration.minutes(1))
         self.parts = ValkeyParts(
             url=f"rediss://:{password_of(self._login)}@{place}",
@@ -300,9 +300,9 @@ class ValkeyHost(Construct):
             ec2.Peer.any_ipv4(), ec2.Port.tcp(443), "AWS: image, password, volume, log"
         )
         nodes.add_ingress_rule(
-            self._network.valkey, ec2.Port.tcp(VALKEY), "load balancer of Valkey"
+            self._network.valkey, ec2.Port.tcp(VALKEY_PORT), "load balancer of Valkey"
         )
-        self._network.valkey.add_egress_rule(nodes, ec2.Port.tcp(VALKEY), "host of Valkey")
+        self._network.valkey.add_egress_rule(nodes, ec2.Port.tcp(VALKEY_PORT), "host of Valkey")
         self._network.endpoints.add_ingress_rule(nodes, ec2.Port.tcp(443), "host of Valkey")
         role = iam.Role(
             self,
@@ -417,8 +417,8 @@ class ValkeyHost(Construct):
             f"--password-stdin {registry} && docker pull {image}; do sleep 10; done",
             # A mount of a folder that is missing fails: without its volume no server starts. In
             # bridge mode the container reaches no credentials of its host, which are one hop away.
-            f"docker run --detach --name valkey --restart always --publish {VALKEY}:{VALKEY} "
-            f"--user {VALKEY_UID}:{VALKEY_UID} "
+            "docker run --detach --name valkey --restart always "
+            f"--publish {VALKEY_PORT}:{VALKEY_PORT} --user {VALKEY_UID}:{VALKEY_UID} "
             "--cap-drop ALL --security-opt no-new-privileges --read-only --tmpfs /tmp "
             "--ulimit nofile=65536:65536 --stop-timeout 60 "
             f"--mount type=bind,src={VOLUME_FOLDER}/data,dst=/data "
@@ -472,9 +472,9 @@ class ValkeyHost(Construct):
                         name="hourly",
                         copy_tags=True,
                         create_rule=policy.CreateRuleProperty(
-                            interval=SNAPSHOT_HOURS, interval_unit="HOURS"
+                            interval=SNAPSHOT_INTERVAL_HOURS, interval_unit="HOURS"
                         ),
-                        retain_rule=policy.RetainRuleProperty(count=SNAPSHOTS_KEPT),
+                        retain_rule=policy.RetainRuleProperty(count=MAX_SNAPSHOTS_KEPT),
                     )
                 ],
             ),

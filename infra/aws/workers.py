@@ -14,11 +14,11 @@ from constructs import Construct
 from infra.aws.data import Storage
 from infra.aws.hosts import LAUNCH_KEY_FOLDER, WORKER_UID, log_group
 from infra.aws.stages import AwsStage
-from infra.worker_task import CPU_UNITS, MEMORY_HARD, MEMORY_SOFT
+from infra.worker_task import CPU_UNITS, MEMORY_HARD_BYTES, MEMORY_SOFT_BYTES
 
 _MIB = 1024 * 1024
 #: Seconds from SIGTERM to SIGKILL, as the launcher expects.
-STOP = 15
+STOP_TIMEOUT_S = 15
 #: Fargate's smallest size with the worker's memory: CPU units, MiB.
 FARGATE = ("256", "2048")
 
@@ -63,8 +63,8 @@ class WorkerTasks(Construct):
                         ],
                     },
                     cpu=CPU_UNITS,
-                    memory_reservation=MEMORY_SOFT // _MIB,
-                    memory=MEMORY_HARD // _MIB,
+                    memory_reservation=MEMORY_SOFT_BYTES // _MIB,
+                    memory=MEMORY_HARD_BYTES // _MIB,
                     docker_security_options=["no-new-privileges"],
                     mounts=[("launch-document-key", "/run/berth", True)],
                 )
@@ -128,7 +128,7 @@ class WorkerTasks(Construct):
             image=self._image,
             essential=True,
             readonly_root_filesystem=True,
-            stop_timeout=STOP,
+            stop_timeout=STOP_TIMEOUT_S,
             linux_parameters=linux,
             log_configuration=self._logging(self.CONTAINER),
             mount_points=_mounts(mounts),

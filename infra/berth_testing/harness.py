@@ -28,7 +28,7 @@ from worker_runtime.protocol.messages import PlaceOrder
 _numbers = itertools.count(1)
 API_KEY, SECRET_KEY = "anApiKey1234", "aSecretKey1234"
 #: Seconds that a machine may stand still.
-STANDSTILL = 3.5
+MAX_STANDSTILL_S = 3.5
 CREDENTIALS = Credentials(
     api_key=API_KEY, secret_key=SECRET_KEY, ca_certificate=b"certificate", ca_password="password"
 )

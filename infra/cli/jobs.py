@@ -67,7 +67,7 @@ Type = Annotated[str, typer.Option("--type", help="Of this type of job.")]
 Code = Annotated[str, typer.Option(help="Failed with this code, such as JOB_TIMEOUT.")]
 
 #: Seconds between two reads of `--watch`.
-_PERIOD = 1.0
+_WATCH_INTERVAL_S = 1.0
 #: What these acts make of a setting of the queues, which PostgreSQL keeps.
 _HALTS = {"suspend": "1", "resume": None}
 
@@ -186,7 +186,7 @@ def _watch(view: JobView, json: bool) -> None:
             out.print(view.draw(out, seen))
         sys.stdout.flush()
 
-    options.watch(view.read, view.draw, period=_PERIOD, json=json, each=print_one)
+    options.watch(view.read, view.draw, period=_WATCH_INTERVAL_S, json=json, each=print_one)
 
 
 @_job_command(watch=True)

@@ -33,10 +33,10 @@ from worker_runtime.protocol.errors import BerthError
 #: Free workers of all pools. Only forged ones are more.
 MAX_READY_WORKERS = 20_000
 #: Seconds within which a new version is copied to all hosts.
-COPY_TIME = 60.0
+COPY_TIME_S = 60.0
 #: Seconds after the end of a worker for which the version that it used counts: its calls in the
 #: windows of a day, its late events.
-LINGER = 86_400.0
+LINGER_S = 86_400.0
 
 SessionWork = Callable[[AsyncSession], Awaitable[None]]
 _LAUNCHED = "the workers launched before, those that wait for a user too, have ended"
@@ -196,7 +196,7 @@ async def _needed_by(settings: Settings, key: KeyName, made_at: int) -> int:
         database.session(autocommit=True) as session,
     ):
         if key is KeyName.API:
-            return await api_keys.count_made_before(session, made_at + COPY_TIME)
+            return await api_keys.count_made_before(session, made_at + COPY_TIME_S)
         ready: list[str] = []
         try:
             async with connect_valkey(settings.valkey_url, max_connections=1) as client:
@@ -211,9 +211,9 @@ async def _needed_by(settings: Settings, key: KeyName, made_at: int) -> int:
                         )
         except RedisError as error:
             raise BerthError(f"{explain_failure(error)} It knows the workers that wait.") from None
-        linger = LINGER if key in (KeyName.BUDGET, KeyName.MESSAGE) else 0.0
+        linger = LINGER_S if key in (KeyName.BUDGET, KeyName.MESSAGE) else 0.0
         return await launches.count_launched_before(
-            session, made_at + COPY_TIME, ready=ready, linger=linger
+            session, made_at + COPY_TIME_S, ready=ready, linger=linger
         )
 
 

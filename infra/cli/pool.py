@@ -24,7 +24,7 @@ rollout_app = command_group(
 )
 
 #: Seconds between two reads of `--watch`.
-WATCH_PERIOD = 2.0
+WATCH_INTERVAL_S = 2.0
 _seconds = partial(typer.Option, min=0, metavar="SECONDS")
 
 
@@ -103,7 +103,7 @@ def _watch_rollout(api: OperatorApi, pool: str, json: bool) -> CommandAnswer:
     last = watch_until_ended(
         lambda: api.get("pools", pool, "rollout"),
         lambda out, shown: tables.rollout_table(shown),
-        period=WATCH_PERIOD,
+        period=WATCH_INTERVAL_S,
         json=json,
         ended=lambda shown: bool(shown["ended"]),
     )

@@ -117,7 +117,7 @@ def _plain_line(change: StepProgress) -> str:
 
 
 #: Seconds between two checks of the processes.
-WATCH_PERIOD = 0.5
+CHECK_INTERVAL_S = 0.5
 #: A part that ends more often than this within a minute is not started again.
 MAX_RESTARTS = 5
 
@@ -216,7 +216,7 @@ def _watch_servers(stack: LocalStack, console: Console) -> None:
     """Restarts a server that ends, until a signal. Raises `BerthError` when one keeps ending."""
     restarts: dict[str, list[float]] = {}
     while True:
-        time.sleep(WATCH_PERIOD)
+        time.sleep(CHECK_INTERVAL_S)
         for server in stack.servers:
             if not server.running:
                 _restart(server, restarts.setdefault(server.name, []), console)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from infra.jobs.view import JobSnapshot, QueueOverview, QueueSnapshot, RunnerSnapshot
 
 #: Columns of a line in a pipe: no row is cut or wrapped.
-_WIDE = 500
+_PIPE_COLUMNS = 500
 #: Of a worker, a pool, a trading switch, a job's runner or queue.
 _STATES = {
     "green": ("Active", "running", "open", "busy", "done"),
@@ -39,7 +39,7 @@ _STYLES = {state: style for style, states in _STATES.items() for state in states
 def console() -> Console:
     """Returns a console on standard output; in a pipe its lines are wide enough for any row."""
     out = Console(highlight=False)
-    return out if out.is_terminal else Console(highlight=False, width=_WIDE)
+    return out if out.is_terminal else Console(highlight=False, width=_PIPE_COLUMNS)
 
 
 def plain(value: object) -> str:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from infra.settings import Settings
 
 #: Seconds for one check; the `timeout` in `compose.yaml` is longer.
-TIMEOUT = 4.0
+CHECK_TIMEOUT_S = 4.0
 #: Seconds after which a check ends itself. Docker counts one that takes longer as failed and leaves
 #: it running: on a machine without time to spare they would become more and more.
 MAX_LIFE_S = 8
@@ -35,7 +35,7 @@ def http(url: str) -> bool:
     if scheme != "http" or not host:
         raise ValueError("no http URL")
     # Plain: no proxy from the environment, and no redirect.
-    with socket.create_connection((host, int(port or 80)), timeout=TIMEOUT) as link:
+    with socket.create_connection((host, int(port or 80)), timeout=CHECK_TIMEOUT_S) as link:
         request = f"GET /{path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n"
         link.sendall(request.encode("ascii"))
         with link.makefile("rb") as answer:
@@ -45,13 +45,13 @@ def http(url: str) -> bool:
 
 def tcp(target: str) -> bool:
     host, _, port = target.rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=TIMEOUT):
+    with socket.create_connection((host, int(port)), timeout=CHECK_TIMEOUT_S):
         return True
 
 
 def unix(path: str) -> bool:
     with socket.socket(socket.AF_UNIX) as link:
-        link.settimeout(TIMEOUT)
+        link.settimeout(CHECK_TIMEOUT_S)
         link.connect(path)
         return True
 
@@ -67,10 +67,10 @@ async def is_polling(settings: Settings, queue: str, host: str) -> bool:
     from infra.temporal.client import MAX_POLL_AGE_S, read_pollers, temporal_errors
     from infra.temporal.connection import open_client
 
-    client = await asyncio.wait_for(open_client(settings), TIMEOUT)
+    client = await asyncio.wait_for(open_client(settings), CHECK_TIMEOUT_S)
     workflows = TaskQueueType.TASK_QUEUE_TYPE_WORKFLOW
     with temporal_errors():
-        pollers = await asyncio.wait_for(read_pollers(client, queue, workflows), TIMEOUT)
+        pollers = await asyncio.wait_for(read_pollers(client, queue, workflows), CHECK_TIMEOUT_S)
     since = time.time() - MAX_POLL_AGE_S
     return any(name.endswith(f"@{host}") and at > since for name, at in pollers.items())
 
@@ -102,7 +102,9 @@ def is_registered(url: str, name: str, host: str, within: float, tag: str = "job
     from infra.valkey.failures import explain_failure
     from worker_runtime.jobs.protocol import keys as job_keys
 
-    client: Any = Redis.from_url(url, socket_timeout=TIMEOUT, socket_connect_timeout=TIMEOUT)
+    client: Any = Redis.from_url(
+        url, socket_timeout=CHECK_TIMEOUT_S, socket_connect_timeout=CHECK_TIMEOUT_S
+    )
     try:
         now, ids = client.time()[0], client.hkeys(job_keys.beats(tag))
         entries = [job_keys.runner(tag, runner_id.decode()) for runner_id in ids]
@@ -121,7 +123,7 @@ def runner(name: str) -> bool:
 
     settings = with_own_login(Settings())
     # It renews three times in a lease; on a busy machine less often.
-    within = 2 * settings.jobs_lease + TIMEOUT
+    within = 2 * settings.jobs_lease + CHECK_TIMEOUT_S
     return is_registered(
         settings.valkey_url, name, socket.gethostname(), within, fleet_tag(settings)
     )

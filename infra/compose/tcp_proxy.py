@@ -19,7 +19,7 @@ CHUNK_BYTES = 65_536
 CONNECT_TIMEOUT_S = 5.0
 #: Seconds of silence after which a peer is asked whether it is there, and between two questions;
 #: after three without an answer the connection is closed.
-KEEPALIVE_S = 20
+KEEPALIVE_INTERVAL_S = 20
 
 
 class TcpProxy:
@@ -74,10 +74,10 @@ def _keep_alive(link: socket.socket) -> None:
     """Closes a connection whose peer vanished without a word."""
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
-        (socket.TCP_KEEPIDLE, KEEPALIVE_S),
-        (socket.TCP_KEEPINTVL, KEEPALIVE_S),
+        (socket.TCP_KEEPIDLE, KEEPALIVE_INTERVAL_S),
+        (socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S),
         (socket.TCP_KEEPCNT, 3),
-        (socket.TCP_USER_TIMEOUT, 3 * KEEPALIVE_S * 1000),
+        (socket.TCP_USER_TIMEOUT, 3 * KEEPALIVE_INTERVAL_S * 1000),
     ):
         link.setsockopt(socket.IPPROTO_TCP, option, value)
 

@@ -6,7 +6,7 @@ A JWT names what its holder may do, as Temporal's default claim mapper reads it:
 at once: nobody can make more. New ones come with a new key; the key set keeps the one before, so
 that the earlier ones count meanwhile.
 
-A JWT ends after `LIFETIME`. Every `docker compose up`, which runs `prepare`, makes new ones when
+A JWT ends after `LIFETIME_S`. Every `docker compose up`, which runs `prepare`, makes new ones when
 less than half of it is left.
 """
 
@@ -26,10 +26,10 @@ from infra.vault.jwt import expiry_of
 
 #: What `admin` may do; everything in every namespace.
 SYSTEM_ADMIN = ("temporal-system:admin",)
-_COORDINATE = 32
+_COORDINATE_BYTES = 32
 #: Seconds a JWT counts: what somebody copied is of no use for ever. Half a year, because only a
 #: start renews them, and a system without valid ones starts no workers.
-LIFETIME = 180 * 86_400
+LIFETIME_S = 180 * 86_400
 
 
 def worker_permissions(namespace: str) -> tuple[str, ...]:
@@ -42,7 +42,7 @@ def ensure_tokens(key_set: Path, tokens: Mapping[Path, Sequence[str]]) -> list[P
     """Writes a JWT with its permissions into each file (mode 0600), unless all are there and will
     count for a while; returns these."""
     now = int(time.time())
-    if key_set.exists() and all(_end_of(path) - now > LIFETIME / 2 for path in tokens):
+    if key_set.exists() and all(_end_of(path) - now > LIFETIME_S / 2 for path in tokens):
         return []
     key = ec.generate_private_key(ec.SECP256R1())
     key_id = f"berth-{secrets.token_hex(8)}"
@@ -67,7 +67,7 @@ def _end_of(path: Path) -> int:
 def _public(key: ec.EllipticCurvePublicKey, key_id: str) -> dict[str, str]:
     """Returns the public key as RFC 7517 says."""
     numbers = key.public_numbers()
-    x, y = (_base64(number.to_bytes(_COORDINATE, "big")) for number in (numbers.x, numbers.y))
+    x, y = (_base64(number.to_bytes(_COORDINATE_BYTES, "big")) for number in (numbers.x, numbers.y))
     return {
         "kty": "EC",
         "crv": "P-256",
@@ -86,10 +86,11 @@ def _token(
     bytes each."""
     head = {"alg": "ES256", "typ": "JWT", "kid": key_id}
     now = int(time.time())
-    claims = {"sub": subject, "iat": now, "exp": now + LIFETIME, "permissions": list(permissions)}
+    claims = {"sub": subject, "iat": now, "exp": now + LIFETIME_S, "permissions": list(permissions)}
     text = ".".join(_base64(json.dumps(part).encode()) for part in (head, claims))
     numbers = decode_dss_signature(key.sign(text.encode(), ec.ECDSA(hashes.SHA256())))
-    return f"{text}.{_base64(b''.join(number.to_bytes(_COORDINATE, 'big') for number in numbers))}"
+    signature = b"".join(number.to_bytes(_COORDINATE_BYTES, "big") for number in numbers)
+    return f"{text}.{_base64(signature)}"
 
 
 def _base64(data: bytes) -> str:

@@ -32,7 +32,7 @@ from worker_runtime.protocol.installed_brokers import installed_brokers
 from worker_runtime.protocol.messages import AccountLogin
 
 #: Characters of a broker's own words that are kept.
-_WORDS = 1000
+_MAX_WORDS_LENGTH = 1000
 #: Logins of one user that a broker may reject within `FAILED_LOGIN_WINDOW_S`: all users behind an
 #: address are banned with the one who exceeds what the broker tolerates. Somebody who mistypes gets
 #: through; 240 a day are a quarter of what a broker allows one person.
@@ -221,7 +221,7 @@ async def record_logins(
             continue
         account = credentials_row.account
         account.login_epoch, account.login_ms = epoch, at_ms
-        account.login_code, account.login_detail = login.code, login.detail[:_WORDS]
+        account.login_code, account.login_detail = login.code, login.detail[:_MAX_WORDS_LENGTH]
         if login.rejected == credentials_row.version:
             if account.rejected_version != login.rejected:
                 session.add(FailedLogin(user_id=user_id))

@@ -24,10 +24,10 @@ from worker_runtime.protocol.errors import BerthError
 REVOKED_CHANNEL = "berth_api_keys"
 #: A use is written down this long after the last one at the earliest:
 #: one small write a key and minute.
-USE_NOTED_EVERY = timedelta(minutes=1)
+USE_NOTE_INTERVAL = timedelta(minutes=1)
 
 #: For which a key is valid if its maker says nothing else.
-KEY_LIFE = timedelta(days=90)
+KEY_LIFETIME = timedelta(days=90)
 #: Label and life of the key with which the first administrator's is made
 #: (`infra/vault/keyring.py`).
 BOOTSTRAP_LABEL = "bootstrap"
@@ -186,7 +186,7 @@ async def find_api_key(session: AsyncSession, token: str) -> ApiKey | None:
     key = await session.scalar(select(ApiKey).where(ApiKey.key_hash == hash_token(token), _VALID))
     if key is None:
         return None
-    if key.last_used_at is None or datetime.now(UTC) - key.last_used_at > USE_NOTED_EVERY:
+    if key.last_used_at is None or datetime.now(UTC) - key.last_used_at > USE_NOTE_INTERVAL:
         used = update(ApiKey).where(ApiKey.id == key.id).values(last_used_at=func.clock_timestamp())
         await session.execute(used.execution_options(synchronize_session=False))
     return key
@@ -281,7 +281,7 @@ async def rotate_api_key(
     """Makes a key like this one, which ends after `overlap`; returns the new one.
 
     The new key is valid for as long as the old one was made for. One of before has no scopes, and
-    perhaps no end: the new one has `scopes` and `KEY_LIFE`.
+    perhaps no end: the new one has `scopes` and `KEY_LIFETIME`.
     """
     now = datetime.now(UTC)
     if old.life_s is not None:
@@ -289,7 +289,7 @@ async def rotate_api_key(
     elif old.expires_at is not None and old.scopes is None:
         life = old.expires_at - old.created_at
     else:
-        life = KEY_LIFE if old.scopes is None else None
+        life = KEY_LIFETIME if old.scopes is None else None
     role: Role = old.role  # type: ignore[assignment]  # the table holds these only
     new = await create_api_key(
         session,

@@ -21,9 +21,9 @@ from infra.database.models import BrokerAccount, PersonMatch, StoredCredentials,
 from worker_runtime.protocol.errors import BerthError
 
 #: A session that ended earlier has no calls in any window that still counts: the longest is a day.
-_COUNTED_FOR = timedelta(days=1)
+_MAX_SESSION_AGE = timedelta(days=1)
 #: Credentials whose persons are looked for in one transaction.
-_MATCHED_AT_ONCE = 100
+_MAX_MATCHES_PER_TRANSACTION = 100
 #: A user who had a worker within this time counts as one who shares the address.
 _ADDRESS_USED_WITHIN = timedelta(days=7)
 
@@ -77,7 +77,7 @@ async def read_budget_facts(
         .order_by(WorkerSession.epoch.desc())
         .limit(1)
     )
-    recent = select(func.clock_timestamp() - _COUNTED_FOR)
+    recent = select(func.clock_timestamp() - _MAX_SESSION_AGE)
     counted_by_person = (
         before is not None
         and before.budgets is None
@@ -148,7 +148,7 @@ async def find_matches(session: AsyncSession) -> bool:
         return False  # another orchestrator looks
     due = select(StoredCredentials).where(StoredCredentials.match_due)
     due = due.order_by(StoredCredentials.user_id, StoredCredentials.account_id).limit(
-        _MATCHED_AT_ONCE
+        _MAX_MATCHES_PER_TRANSACTION
     )
     locked = due.with_for_update(key_share=True, skip_locked=True, of=StoredCredentials)
     matches = (await session.scalars(locked)).all()
@@ -157,7 +157,7 @@ async def find_matches(session: AsyncSession) -> bool:
         if match.confirmed_version == match.version:
             for user_id in await _users_of_person(session, match):
                 await _note_match(session, match, user_id)
-    return len(matches) == _MATCHED_AT_ONCE
+    return len(matches) == _MAX_MATCHES_PER_TRANSACTION
 
 
 async def _users_of_person(session: AsyncSession, credentials: StoredCredentials) -> Sequence[str]:

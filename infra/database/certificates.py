@@ -17,7 +17,7 @@ WARNING_DAYS = (30, 7, 1, 0)
 UNKNOWN: dict[str, Any] = {"certificate_expires_at": None, "certificate_warned_days": None}
 #: Two readings of one certificate may differ by the hours
 #: of a zone that a broker's SDK does not name.
-_SAME = timedelta(days=1)
+_MAX_READING_DIFFERENCE = timedelta(days=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ def note_reported(account: BrokerAccount, ends: datetime) -> None:
     """Stores what a worker's session says of the certificate in use,
     unless we have read the same one."""
     known = account.certificate_expires_at
-    if known is None or abs(known - ends) > _SAME:
+    if known is None or abs(known - ends) > _MAX_READING_DIFFERENCE:
         account.certificate_expires_at, account.certificate_warned_days = ends, None
 
 

@@ -50,11 +50,11 @@ MESSAGE_KINDS = frozenset({"event", "recorder", "relay"})
 #: Classes of SQLSTATE for values that PostgreSQL never takes: a data exception, a violated
 #: constraint, a value beyond a limit, one that our triggers refuse, one with more rows than it may
 #: have.
-_OF_THE_VALUES = ("21", "22", "23", "44", "54", "P0")
+_VALUE_FAULT_CLASSES = ("21", "22", "23", "44", "54", "P0")
 #: Classes of faults that have nothing to do with the message, and that somebody mends: a
 #: connection, a read-only server, a missing right or table, a lack of resources, a server that
 #: stops or has a bad disk.
-_OF_THE_SERVER = ("08", "0A", "25", "28", "3D", "3F", "42", "53", "55", "57", "58", "F0")
+_SERVER_FAULT_CLASSES = ("08", "0A", "25", "28", "3D", "3F", "42", "53", "55", "57", "58", "F0")
 #: How often a batch is tried on a fault of neither kind, such as a deadlock or an internal error.
 #: Loops try once a second.
 MAX_TRIES = 30
@@ -70,7 +70,7 @@ def fails_for_good(error: Exception) -> bool:
     if isinstance(error, RedisError | OSError | TimeoutError) or outage_of(error) is not None:
         return False
     state = sqlstate_of(error)
-    return state.startswith(_OF_THE_VALUES) if state else True
+    return state.startswith(_VALUE_FAULT_CLASSES) if state else True
 
 
 class TryCounter:
@@ -87,7 +87,7 @@ class TryCounter:
         if fails_for_good(error):
             return True
         state = sqlstate_of(error)
-        if not state or state.startswith(_OF_THE_SERVER):
+        if not state or state.startswith(_SERVER_FAULT_CLASSES):
             return False
         self._tries += 1
         return self._tries >= self._most

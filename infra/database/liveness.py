@@ -35,7 +35,7 @@ SILENT_AFTER_S = 0.5
 #: together with another one: connections die together.
 SILENT_WITH_OTHERS_AFTER_S = 0.1
 #: Seconds that its answer, if it is on its way, still has.
-CONFIRM_S = 0.2
+CONFIRM_TIMEOUT_S = 0.2
 #: Seconds that a look may take.
 LOOK_TIMEOUT_S = 1.0
 
@@ -191,7 +191,7 @@ class ConnectionWatch:
         }
         if not silent:
             return
-        await asyncio.sleep(CONFIRM_S)
+        await asyncio.sleep(CONFIRM_TIMEOUT_S)
         try:
             async with asyncio.timeout(LOOK_TIMEOUT_S):
                 states = await self._read_states(

@@ -33,7 +33,7 @@ from infra.settings import Settings
 from worker_runtime.protocol.errors import BerthError
 
 #: The name of this advisory lock; any constant would do.
-_LOCK = 0x6265727468
+_LOCK_ID = 0x6265727468
 #: Seconds that a statement of a migration waits for a lock of the service. Others queue behind it
 #: meanwhile, so it gives up soon and tries again.
 LOCK_TIMEOUT_S = 2.0
@@ -107,7 +107,7 @@ async def migrate(
         ):
             await holder.execution_options(isolation_level="AUTOCOMMIT")
             # A statement that waited for the lock would hold up indexes that are made concurrently.
-            while not await holder.scalar(text(f"select pg_try_advisory_lock({_LOCK})")):  # noqa: ASYNC110
+            while not await holder.scalar(text(f"select pg_try_advisory_lock({_LOCK_ID})")):  # noqa: ASYNC110
                 await asyncio.sleep(TURN_CHECK_INTERVAL_S)
             before = await holder.run_sync(_revision_of)
             for number in range(1, attempts.count + 1):

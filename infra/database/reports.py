@@ -24,10 +24,10 @@ from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES
 
 #: Trading days for which the first primary makes reports.
-BACKFILLED = 20
+BACKFILLED_DAYS = 20
 #: Seconds that PostgreSQL may take for figures: for a report; for one of a startup task, whose step
 #: it ends after 30 s (`locks.MAX_SILENCE_S`); for a user, who waits.
-REPORT_LIMIT, BACKFILL_LIMIT, USER_LIMIT = 60.0, 20.0, 8.0
+REPORT_TIMEOUT_S, BACKFILL_TIMEOUT_S, USER_TIMEOUT_S = 60.0, 20.0, 8.0
 #: Figures in the order in which people read them; JSON of PostgreSQL has one of its own.
 _SHOWN = (
     "users",
@@ -78,7 +78,7 @@ async def read_figures(
     until: datetime,
     user_id: str | None = None,
     *,
-    limit: float = USER_LIMIT,
+    limit: float = USER_TIMEOUT_S,
 ) -> dict[str, Any]:
     """Returns the figures of what began at or after `since` and before `until`: counts, lots,
     seconds.
@@ -117,7 +117,7 @@ async def make_report(
     day: date,
     end: timedelta,
     *,
-    limit: float = REPORT_LIMIT,
+    limit: float = REPORT_TIMEOUT_S,
 ) -> DailyReport:
     """Makes the report of a trading day that has ended. The first call stores it, and what it
     stored stays.
@@ -165,9 +165,9 @@ async def backfill_reports(
         "select exists (select from orders where created_at >= :since and created_at < :until)"
     )
     if await session.scalar(in_it, {"since": since, "until": until}):
-        await make_report(session, calendar, day, end, limit=BACKFILL_LIMIT)
+        await make_report(session, calendar, day, end, limit=BACKFILL_TIMEOUT_S)
     days = progress.get("days", 0) + 1
-    return {"day": day.isoformat(), "days": days} if days < BACKFILLED else None
+    return {"day": day.isoformat(), "days": days} if days < BACKFILLED_DAYS else None
 
 
 def report_lines(figures: dict[str, Any]) -> list[tuple[str, str]]:

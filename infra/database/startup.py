@@ -17,13 +17,13 @@ from sqlalchemy.orm import Mapped, mapped_column
 from infra.database.models import Base
 
 #: The advisory lock that the primary among the API processes holds; any constant would do.
-PRIMARY_LOCK = 0x7072696D
+PRIMARY_LOCK_ID = 0x7072696D
 #: How the connection that holds the lock is named: `_NAME <Unix seconds> <host>:<pid>`, at most 63
 #: bytes.
 _NAME = "berth-primary"
 
 #: Does one part of a task; gets what the part before returned (at first an empty dict), None ends
-#: the task. PostgreSQL ends a step after 30 s (`locks.SILENCE`).
+#: the task. PostgreSQL ends a step after 30 s (`locks.MAX_SILENCE_S`).
 StartupStep = Callable[[AsyncSession, dict[str, Any]], Awaitable[dict[str, Any] | None]]
 
 
@@ -78,7 +78,7 @@ _HOLDER = text(f"""
 select split_part(application_name, ' ', 3) as process,
        split_part(application_name, ' ', 2) as since
   from pg_locks join pg_stat_activity using (pid)
- where locktype = 'advisory' and objid = {PRIMARY_LOCK} and granted
+ where locktype = 'advisory' and objid = {PRIMARY_LOCK_ID} and granted
    and application_name like '{_NAME} %'
    and pg_locks.database = (select oid from pg_database where datname = current_database())
 """)  # noqa: S608 - constants of ours

@@ -19,7 +19,7 @@ from infra.doctor.measures import (
     MAX_CLOCK_OFFSET_S,
     MAX_LIMIT_USED_RATIO,
     MAX_MEMORY_USED_RATIO,
-    MIN_DISK_FREE,
+    MIN_DISK_FREE_BYTES,
     MIN_OPEN_FILES,
     calendar_end,
     certificate_ends,
@@ -203,8 +203,8 @@ async def _disks(settings: Settings) -> str:
                 f"{disk.inodes_free_ratio:.0%} of its places for files left"
                 for disk in low
             )
-            + f". Free at least {_mebibytes(MIN_DISK_FREE)} and 1 % of the places: a full disk "
-            "stops servers"
+            + f". Free at least {_mebibytes(MIN_DISK_FREE_BYTES)} and 1 % of the places: a full "
+            "disk stops servers"
         )
     return ", ".join(f"{_mebibytes(disk.free_bytes)} free at {disk.folder}" for disk in disks)
 

@@ -22,19 +22,19 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from infra.market.calendar import HOME_ZONE, Calendar
 from infra.settings import Settings
 from infra.valkey.client import read_clock
-from infra.valkey.memory import REFUSED_ABOVE
+from infra.valkey.memory import REFUSED_ABOVE_PERMILLE
 from infra.vault.jwt import expiry_of
 
 #: Seconds that a clock may be off. NTP keeps clocks within milliseconds.
 MAX_CLOCK_OFFSET_S = 1.0
 #: Bytes. `berth up` does not start with less than half of it.
-MIN_DISK_FREE = 1024**3
+MIN_DISK_FREE_BYTES = 1024**3
 #: Of the places for files on a disk.
 MIN_INODES_FREE_RATIO = 0.01
 #: Of a limit on open files or connections.
 MAX_LIMIT_USED_RATIO = 0.8
 #: Of Valkey's memory: beyond it new orders are refused.
-MAX_MEMORY_USED_RATIO = REFUSED_ABOVE / 1000
+MAX_MEMORY_USED_RATIO = REFUSED_ABOVE_PERMILLE / 1000
 #: Linux's default for a process. PostgreSQL, Valkey and the API need a file for each connection.
 MIN_OPEN_FILES = 1024
 #: The holidays of a year are published about three months before it.
@@ -154,7 +154,9 @@ class DiskSpace:
 
     @property
     def is_low(self) -> bool:
-        return self.free_bytes < MIN_DISK_FREE or self.inodes_free_ratio < MIN_INODES_FREE_RATIO
+        return (
+            self.free_bytes < MIN_DISK_FREE_BYTES or self.inodes_free_ratio < MIN_INODES_FREE_RATIO
+        )
 
 
 def read_disks(settings: Settings) -> list[DiskSpace]:

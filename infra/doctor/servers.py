@@ -21,9 +21,9 @@ from infra.vault.secret_versions import load_versions
 from worker_runtime.protocol.errors import BerthError
 
 #: Seconds for one check.
-TIMEOUT = 5.0
+CHECK_TIMEOUT_S = 5.0
 #: PostgreSQL's classes of codes for a login or a database that it does not take.
-_REFUSED = ("28", "3D", "42")
+_REFUSED_LOGIN_CLASSES = ("28", "3D", "42")
 
 
 #: What to do where a pooler answers.
@@ -62,7 +62,9 @@ class CheckResult(NamedTuple):
     note: str = ""
 
 
-async def run_check(check: Check, settings: Settings, timeout: float = TIMEOUT) -> CheckResult:
+async def run_check(
+    check: Check, settings: Settings, timeout: float = CHECK_TIMEOUT_S
+) -> CheckResult:
     try:
         async with asyncio.timeout(timeout):
             note = await check.run(settings)
@@ -107,14 +109,14 @@ async def _postgresql(settings: Settings) -> None:
             raise SettingRefused(
                 f"a pooler answers, and refuses our start-up parameters: {USE_POOLER}"
             ) from None
-        if sqlstate_of(error).startswith(_REFUSED):
+        if sqlstate_of(error).startswith(_REFUSED_LOGIN_CLASSES):
             raise SettingRefused(f"it refuses us: {getattr(error, 'orig', error)}") from None
         raise
 
 
 async def _valkey(settings: Settings) -> None:
     try:
-        async with connect_valkey(settings.valkey_url, socket_timeout=TIMEOUT) as client:
+        async with connect_valkey(settings.valkey_url, socket_timeout=CHECK_TIMEOUT_S) as client:
             await check_writable(client)
             if (await client.info("cluster")).get("cluster_enabled"):
                 raise SettingRefused(

@@ -35,9 +35,9 @@ from worker_runtime.protocol.errors import BerthError, MalformedMessage, OrderRe
 from worker_runtime.protocol.messages import OrderState, decode, encode
 
 #: Most bytes of a line. A request has about 300.
-MAX_LINE = 64 * 1024
+MAX_LINE_BYTES = 64 * 1024
 #: Most unsent bytes: a client that does not read its answers is cut off.
-MAX_UNSENT = 1024 * 1024
+MAX_UNSENT_BYTES = 1024 * 1024
 #: Seconds a connection may take for its login.
 LOGIN_TIMEOUT_S = 10.0
 #: Reasons of sessions that ended without a logout.
@@ -100,16 +100,18 @@ class ExchangeConnection(asyncio.Protocol):
         for line in lines:
             if self._transport is None or self._transport.is_closing():
                 return
-            if len(line) > MAX_LINE:
+            if len(line) > MAX_LINE_BYTES:
                 break
             if line.strip():
                 self._receive(bytes(line))
         else:
-            if len(rest) <= MAX_LINE:
+            if len(rest) <= MAX_LINE_BYTES:
                 return
         self._answer(
             ExchangeReply(
-                id=0, error=MalformedMessage.code, detail=f"a line has more than {MAX_LINE} bytes"
+                id=0,
+                error=MalformedMessage.code,
+                detail=f"a line has more than {MAX_LINE_BYTES} bytes",
             )
         )
         self.close()
@@ -336,7 +338,7 @@ class ExchangeConnection(asyncio.Protocol):
             line = encode(message)
             self._pending.append(line)
             self._pending_bytes += len(line)
-            if self._pending_bytes > MAX_LINE:
+            if self._pending_bytes > MAX_LINE_BYTES:
                 self._flush()
         else:
             self._write(encode(message) + b"\n")
@@ -352,7 +354,7 @@ class ExchangeConnection(asyncio.Protocol):
         if self._transport is None or self._transport.is_closing():
             return
         self._transport.write(data)
-        if self._transport.get_write_buffer_size() > MAX_UNSENT:
+        if self._transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             _log.warning("exchange.client_does_not_read")
             self._cut()
 

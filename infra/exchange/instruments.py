@@ -34,8 +34,8 @@ from worker_runtime.protocol.instruments import (
 _DATA = Path(__file__).with_name("instruments.toml")
 _SETTING = "instruments"
 #: How far limit-up and limit-down are from the reference price (TWSE, TAIFEX).
-_DAILY_LIMIT = Decimal("0.1")
-_LOT = 1000
+_DAILY_LIMIT_SHARE = Decimal("0.1")
+_SHARES_PER_LOT = 1000
 _MONTHS = "ABCDEFGHIJKL"
 _PUT_MONTHS = "MNOPQRSTUVWX"
 #: Months in which TXF is listed: this and the next two,
@@ -47,7 +47,7 @@ _WEEKS_LISTED = 2
 #: Units of the share that a warrant stands for.
 _WARRANT_RATIO = Decimal("0.1")
 #: The first code of the warrants that are only there to make the list long.
-_EXTRA_FIRST = 700_000
+_FIRST_EXTRA_CODE = 700_000
 
 
 class InstrumentChange(BaseModel):
@@ -181,7 +181,7 @@ class ExchangeInstruments:
         for series in data["warrants"]:
             yield from self._warrants(series, day)
         for number in range(self._settings.extra_warrants):
-            yield self._warrant(f"{_EXTRA_FIRST + number:06d}", "2330", day)
+            yield self._warrant(f"{_FIRST_EXTRA_CODE + number:06d}", "2330", day)
         for product in data["futures"]:
             yield from self._futures(product, day)
         for product in data["options"]:
@@ -195,8 +195,8 @@ class ExchangeInstruments:
             name=name,
             market="stock",
             kind=kind,
-            lot_units=_LOT,
-            lot_value=Decimal(_LOT),
+            lot_units=_SHARES_PER_LOT,
+            lot_value=Decimal(_SHARES_PER_LOT),
             ticks=ticks,
             day_trade=day_trade,
             **_limits(reference, ticks),
@@ -219,13 +219,13 @@ class ExchangeInstruments:
             name=f"{_data()['stocks'][underlying]}{kind}{code[-3:]}",
             market="stock",
             kind=InstrumentKind.WARRANT,
-            lot_units=_LOT,
-            lot_value=Decimal(_LOT),
+            lot_units=_SHARES_PER_LOT,
+            lot_value=Decimal(_SHARES_PER_LOT),
             ticks=ticks,
             day_trade=False,
             expires_on=_third_wednesday(*_month_after(day, 6)),
             underlying=underlying,
-            **_limits(reference, ticks, share * _WARRANT_RATIO * _DAILY_LIMIT),
+            **_limits(reference, ticks, share * _WARRANT_RATIO * _DAILY_LIMIT_SHARE),
         )
 
     def _futures(self, product: dict[str, Any], day: date) -> Iterator[Instrument]:
@@ -286,7 +286,7 @@ class ExchangeInstruments:
                         day_trade=False,
                         expires_on=expiry.last_day,
                         underlying=product["underlying"],
-                        **_limits(reference, ticks, index * _DAILY_LIMIT),
+                        **_limits(reference, ticks, index * _DAILY_LIMIT_SHARE),
                     )
 
     def _reference(self, underlying: str) -> Decimal:
@@ -324,7 +324,7 @@ def _limits(
 ) -> dict[str, Any]:
     """Returns reference and limits; `reach` is how far they are from each other, if not by a share
     of the reference, as premiums follow the limits of what is underneath."""
-    reach = reference * _DAILY_LIMIT if reach is None else reach
+    reach = reference * _DAILY_LIMIT_SHARE if reach is None else reach
     lowest = tick_at(ticks, Decimal(0)) or Decimal(1)
     return {
         "reference": reference,

@@ -13,11 +13,11 @@ from infra.exchange.ledger import ExchangeLedger
 from worker_runtime.protocol.order_terms import OrderLot
 
 _WALK_SETTING = "walk"
-_TICK = 0.01
+_TICK_SIZE = 0.01
 #: The highest price of a limit order.
-_HIGHEST = 10_000_000.0
+_MAX_PRICE = 10_000_000.0
 #: A walk keeps within this share of its first price: Taiwan's daily limit is 10 %.
-_REACH = 0.1
+_MAX_WALK_SHARE = 0.1
 
 
 class PriceWalk(BaseModel):
@@ -104,8 +104,12 @@ class ExchangeMarket:
             anchor = self._anchors.setdefault(symbol, price)
             draw = seeded_draw(self.walk.seed, self._ledger.start, symbol, self._steps)
             target = price * (1 + (2 * draw - 1) * self.walk.step)
-            kept = min(max(target, anchor * (1 - _REACH)), anchor * (1 + _REACH), _HIGHEST)
-            moved[symbol] = Decimal(f"{max(kept, _TICK):.2f}")
+            kept = min(
+                max(target, anchor * (1 - _MAX_WALK_SHARE)),
+                anchor * (1 + _MAX_WALK_SHARE),
+                _MAX_PRICE,
+            )
+            moved[symbol] = Decimal(f"{max(kept, _TICK_SIZE):.2f}")
         moved = {symbol: price for symbol, price in moved.items() if price != self._prices[symbol]}
         self._ledger.save_prices(moved)
         self._prices.update(moved)

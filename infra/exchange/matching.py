@@ -29,15 +29,15 @@ from worker_runtime.protocol.order_terms import (
 #: Lots; a larger order is refused as a typing error.
 MAX_QUANTITY = 1_000_000
 #: Characters: all that Shioaji's `custom_field` holds.
-MAX_TAG = 6
-MAX_SYMBOL = 16
+MAX_TAG_LENGTH = 6
+MAX_SYMBOL_LENGTH = 16
 #: TAIFEX: a product of three characters and the month (TXFA6,
 #: MXFR1), or strike and month (TXO18000L4).
 _TAIFEX = re.compile(r"[A-Z]{2}[A-Z0-9]([A-L]\d|R[12]|\d{4,5}[A-X]\d)")
 _MAX_PRICE = Decimal(10_000_000)
 #: Shares of an odd lot (TWSE Regulations Governing Odd-lot Trading, article 2), and lots at the
 #: closing price (Regulations Governing After-Hours Fixed-Price Trading, article 4).
-_MAX_APART = {OrderLot.ODD: 999, OrderLot.INTRADAY_ODD: 999, OrderLot.FIXING: 499}
+_MAX_QUANTITY_BY_LOT = {OrderLot.ODD: 999, OrderLot.INTRADAY_ODD: 999, OrderLot.FIXING: 499}
 
 
 class OrderTerms(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,12 +79,12 @@ def refusal(terms: OrderTerms) -> str | None:
     TAIFEX takes market orders (its code 9938) and those with protection (its notice of 2014 on
     them) as IOC or FOK. For odd lots and the closing price see `_refusal_apart`.
     """
-    if not 1 <= len(terms.symbol) <= MAX_SYMBOL or not terms.symbol.isascii():
+    if not 1 <= len(terms.symbol) <= MAX_SYMBOL_LENGTH or not terms.symbol.isascii():
         return "unknown symbol"
     if not 1 <= terms.quantity <= MAX_QUANTITY:
         return f"quantity must be 1 to {MAX_QUANTITY} lots"
-    if len(terms.tag) > MAX_TAG:
-        return f"the tag has more than {MAX_TAG} characters"
+    if len(terms.tag) > MAX_TAG_LENGTH:
+        return f"the tag has more than {MAX_TAG_LENGTH} characters"
     if terms.market is Market.FUTURES:
         if terms.price_type is not PriceType.LIMIT and terms.time_in_force is TimeInForce.ROD:
             return "9938: TAIFEX takes no market order that is good for the day"
@@ -133,7 +133,7 @@ def _refusal_apart(terms: OrderTerms) -> str | None:
         return f"{terms.lot.value} takes limit orders of the day"
     if terms.lot in ODD_LOTS and terms.condition is not OrderCondition.CASH:
         return "odd lots are neither bought on margin nor sold short"
-    max_quantity = _MAX_APART[terms.lot]
+    max_quantity = _MAX_QUANTITY_BY_LOT[terms.lot]
     return (
         f"{terms.lot.value} takes at most {max_quantity}" if terms.quantity > max_quantity else None
     )

@@ -184,7 +184,7 @@ def order_as_of(order: LedgerOrder, at_ms: int) -> LedgerOrder | None:
     return order.model_copy(update={"state": state, "reason": None, "fills": fills})
 
 
-_CENT = Decimal("0.0001")
+_PRICE_STEP = Decimal("0.0001")
 #: The first cash of every account.
 INITIAL_CASH = Decimal(100_000_000)
 
@@ -208,7 +208,7 @@ def net_positions(orders: Iterable[LedgerOrder]) -> list[ExchangePosition]:
             average = fill.price
         held[key] = (after, average)
     return [
-        ExchangePosition.of_shares(symbol, shares, average.quantize(_CENT), condition)
+        ExchangePosition.of_shares(symbol, shares, average.quantize(_PRICE_STEP), condition)
         for (symbol, condition), (shares, average) in sorted(held.items())
         if shares
     ]

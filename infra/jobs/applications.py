@@ -25,7 +25,7 @@ from infra.vault.message_secret import Keys, MessageSecretFile, MessageSecrets, 
 from worker_runtime.protocol.errors import BerthError
 
 #: Seconds after which the applications are read again.
-REFRESH_S = 2.0
+REFRESH_INTERVAL_S = 2.0
 #: Applications of one system.
 MAX_APPLICATIONS = 100
 #: Generations of one application's key; their numbers have three digits
@@ -112,7 +112,7 @@ async def rotate_application(
 
 
 class ApplicationDirectory:
-    """The applications as one process knows them, at most `REFRESH_S` old.
+    """The applications as one process knows them, at most `REFRESH_INTERVAL_S` old.
 
     Each `load` also says to the process's message secrets which generations of keys count.
     """
@@ -123,7 +123,7 @@ class ApplicationDirectory:
         self._loaded_at: float | None = None
         self._applications: dict[str, JobApplication] = {}
 
-    async def load(self, max_age_s: float = REFRESH_S) -> dict[str, JobApplication]:
+    async def load(self, max_age_s: float = REFRESH_INTERVAL_S) -> dict[str, JobApplication]:
         """Return all applications by name. Raises `DatabaseUnavailable`."""
         if self._loaded_at is None or time.monotonic() - self._loaded_at > max_age_s:
             began = time.monotonic()

@@ -30,7 +30,7 @@ from worker_runtime.protocol.authentication import MessageKey
 from worker_runtime.protocol.errors import BerthError
 
 #: Bytes that fit into a pipe without a reader; a configuration has about 1,000.
-_PIPE = 64 * 1024
+_PIPE_BYTES = 64 * 1024
 
 
 #: Jobs at once of a runner whose jobs wait for servers of others: two slow receivers leave half of
@@ -166,7 +166,7 @@ def with_own_login(settings: Settings) -> Settings:
 
 def exec_runner(config: bytes) -> NoReturn:
     """Replaces this process by a runner."""
-    if len(config) > _PIPE:
+    if len(config) > _PIPE_BYTES:
         raise ValueError("a runner's configuration is at most 64 KiB")
     reader, writer = os.pipe()
     os.write(writer, config)

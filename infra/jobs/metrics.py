@@ -18,19 +18,19 @@ from worker_runtime.jobs.protocol.manifest import queued_type
 from worker_runtime.jobs.protocol.telemetry import CounterKind
 
 #: Jobs of a subqueue whose priority and age are read: 1,000 take Valkey a few ms.
-SCANNED_JOBS = 1000
+MAX_JOBS_SCANNED = 1000
 #: What a user's worker may have counted in a minute,
 #: and how many series there are of all users together.
 _FIELD, _NUMBER = re.compile(rb"[a-z]+(\|[\w.-]{0,64}){0,3}"), re.compile(rb"[0-9]{1,12}")
-FIELDS, SERIES = 200, 2000
+MAX_FIELDS, MAX_SERIES = 200, 2000
 #: Users whose counts are collected in one round trip.
-_CHUNK = 500
+_USERS_PER_ROUND_TRIP = 500
 
 
 async def write_job_metrics(page: MetricsPage, client: Redis) -> None:
     """Writes the metrics as they are now. Raises `RedisError` when Valkey is down."""
     scan = await valkey.run_script(
-        client, job_scripts.SCAN, [job_keys.meta(job_keys.FLEET_TAG)], [SCANNED_JOBS]
+        client, job_scripts.SCAN, [job_keys.meta(job_keys.FLEET_TAG)], [MAX_JOBS_SCANNED]
     )
     _write_waiting(page, scan)
     for prefix, key in (
@@ -55,7 +55,7 @@ async def write_application_metrics(
     for application in await registry.applications.load():
         waiting = await count_waiting(client, application)
         page.add("berth_application_jobs_waiting", sum(waiting.values()), application)
-        for kind, jobs in sorted(waiting.items())[:SERIES]:
+        for kind, jobs in sorted(waiting.items())[:MAX_SERIES]:
             if runners.get(kind, 0) == 0:
                 page.add("berth_jobs_without_runner", jobs, application, kind)
 
@@ -65,11 +65,11 @@ async def collect_user_counts(client: Redis, users: Sequence[str]) -> None:
     cannot be a count: a user's worker may write anything there. Raises `RedisError`; then some
     counts may be lost."""
     counts: Counter[str] = Counter()
-    for start in range(0, len(users), _CHUNK):
+    for start in range(0, len(users), _USERS_PER_ROUND_TRIP):
         async with client.pipeline(transaction=True) as pipe:
-            for user in users[start : start + _CHUNK]:
+            for user in users[start : start + _USERS_PER_ROUND_TRIP]:
                 key = job_keys.totals(job_keys.user_tag(user))
-                pipe.hrandfield(key, FIELDS, withvalues=True)
+                pipe.hrandfield(key, MAX_FIELDS, withvalues=True)
                 pipe.delete(key)
             replies = await replies_of(pipe)
         for name, number in (pair for pairs in replies[::2] for pair in pairs or ()):
@@ -82,7 +82,7 @@ async def collect_user_counts(client: Redis, users: Sequence[str]) -> None:
     )
     async with client.pipeline(transaction=False) as pipe:
         for field, count in counts.items():
-            if field in known or len(known) < SERIES:
+            if field in known or len(known) < MAX_SERIES:
                 known.add(field)
                 pipe.hincrby(job_keys.user_totals(), field, count)
         await pipe.execute()

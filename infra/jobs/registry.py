@@ -36,7 +36,7 @@ from worker_runtime.jobs.protocol import manifest as wire
 from worker_runtime.protocol.errors import BerthError, InvalidSignature
 
 #: Seconds after which the types are read again.
-REFRESH_S = 2.0
+REFRESH_INTERVAL_S = 2.0
 #: Versions of one type that are kept in the list.
 MAX_VERSIONS = 20
 #: Types of one application that PostgreSQL keeps, all versions counted.
@@ -105,7 +105,7 @@ class _Loaded:
 
 
 class TypeRegistry:
-    """The job types as one API process knows them, at most `REFRESH_S` old."""
+    """The job types as one API process knows them, at most `REFRESH_INTERVAL_S` old."""
 
     def __init__(
         self,
@@ -125,7 +125,9 @@ class TypeRegistry:
         self._known: dict[str, dict[str, float]] = {}
         self._validators: dict[tuple[str, int], tuple[ManifestType, ArgumentsValidator | None]] = {}
 
-    async def types(self, max_age_s: float = REFRESH_S) -> Mapping[str, Sequence[TypeVersion]]:
+    async def types(
+        self, max_age_s: float = REFRESH_INTERVAL_S
+    ) -> Mapping[str, Sequence[TypeVersion]]:
         """Return all types by name. Raises `DatabaseUnavailable`."""
         async with self._loading:
             if time.monotonic() - self._loaded.at > max_age_s:

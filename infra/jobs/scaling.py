@@ -21,11 +21,11 @@ from worker_runtime.protocol.launch import ExitCode
 
 #: Seconds between two looks at the queues.
 CHECK_INTERVAL_S = 2.0
-#: The event that says once in `TOLD` seconds how long the oldest job has waited: on AWS a fleet
-#: gets more tasks by it (`infra/aws/servers.py`).
-WAITED, TOLD = "jobs_waited", 60.0
+#: The event that says once in `REPORT_INTERVAL_S` seconds how long the oldest job has waited: on
+#: AWS a fleet gets more tasks by it (`infra/aws/servers.py`).
+WAITED_EVENT, REPORT_INTERVAL_S = "jobs_waited", 60.0
 #: Without a waiting job for so many times `jobs_wait`, there is one runner less.
-CALM = 12
+CALM_FACTOR = 12
 
 log = structlog.get_logger()
 
@@ -54,7 +54,7 @@ class ScaledFleet:
         #: Those that were asked to end.
         self._leaving: list[subprocess.Popen[bytes]] = []
         self._busy_at = time.monotonic()
-        self._told_at = -TOLD
+        self._told_at = -REPORT_INTERVAL_S
         self._signals = 0
         self._stop = threading.Event()
 
@@ -97,13 +97,16 @@ class ScaledFleet:
             return now
         queues = self._settings.jobs_queues
         waited = max((waits[queue] for queue in waits if {"*", queue} & set(queues)), default=None)
-        if time.monotonic() > self._told_at + TOLD:
+        if time.monotonic() > self._told_at + REPORT_INTERVAL_S:
             self._told_at = time.monotonic()
-            log.info(WAITED, queues=queues, seconds=waited or 0.0, runners=now)
+            log.info(WAITED_EVENT, queues=queues, seconds=waited or 0.0, runners=now)
         if waited is not None:
             self._busy_at = time.monotonic()
             return min(self.most, wanted_runners(now, waited, self._settings.jobs_wait))
-        if now > self.least and time.monotonic() > self._busy_at + CALM * self._settings.jobs_wait:
+        if (
+            now > self.least
+            and time.monotonic() > self._busy_at + CALM_FACTOR * self._settings.jobs_wait
+        ):
             self._busy_at = time.monotonic()
             return now - 1
         return now

@@ -13,15 +13,15 @@ import structlog
 
 from infra.node import protocol
 from infra.node.address import reachable
-from infra.worker_task import GRACE_MAX, LauncherUnreachable, LaunchSpec, Task, TaskExit
+from infra.worker_task import MAX_GRACE_S, LauncherUnreachable, LaunchSpec, Task, TaskExit
 from worker_runtime.protocol.errors import BerthError, MalformedMessage, from_code
 from worker_runtime.protocol.messages import decode, encode
 
 #: Seconds. A launch takes 5 ms of the node's time; the rest is for a host that is very busy.
-CONNECT_TIMEOUT = 5.0
-ANSWER_TIMEOUT = 10.0
+CONNECT_TIMEOUT_S = 5.0
+ANSWER_TIMEOUT_S = 10.0
 #: Seconds of silence after which a subscribed node counts as lost: three beats.
-SILENCE = 3 * protocol.BEAT_PERIOD
+MAX_SILENCE_S = 3 * protocol.BEAT_INTERVAL_S
 
 _log = structlog.get_logger()
 
@@ -34,8 +34,8 @@ class ProcessLauncher:
 
     path: Path
     _: KW_ONLY
-    answer_timeout: float = ANSWER_TIMEOUT
-    silence: float = SILENCE
+    answer_timeout: float = ANSWER_TIMEOUT_S
+    silence: float = MAX_SILENCE_S
     #: Seconds a worker gets to end; None: what its own config says.
     grace: float | None = None
     _position: str = field(default="", init=False)
@@ -114,8 +114,8 @@ class ProcessLauncher:
         """Raises `LauncherUnreachable` for what goes wrong on the connection."""
         try:
             with reachable(self.path) as short:
-                opening = asyncio.open_unix_connection(short, limit=protocol.MAX_REPLY)
-                reader, writer = await asyncio.wait_for(opening, CONNECT_TIMEOUT)
+                opening = asyncio.open_unix_connection(short, limit=protocol.MAX_REPLY_BYTES)
+                reader, writer = await asyncio.wait_for(opening, CONNECT_TIMEOUT_S)
             try:
                 yield reader, writer
             finally:
@@ -138,7 +138,7 @@ class ProcessLauncher:
 
     async def _receive(self, reader: asyncio.StreamReader, timeout: float) -> protocol.NodeReply:
         line = await asyncio.wait_for(reader.readuntil(b"\n"), timeout)
-        return decode(line, protocol.NodeReply, limit=protocol.MAX_REPLY)
+        return decode(line, protocol.NodeReply, limit=protocol.MAX_REPLY_BYTES)
 
     def _unexpected(self, reply: protocol.NodeReply) -> BerthError:
         if isinstance(reply, protocol.NodeRefused):
@@ -147,4 +147,4 @@ class ProcessLauncher:
 
 
 def _longest_stop(grace: float | None) -> float:
-    return (GRACE_MAX if grace is None else grace) + protocol.KILL_CONFIRM
+    return (MAX_GRACE_S if grace is None else grace) + protocol.KILL_CONFIRM_TIMEOUT_S

@@ -87,7 +87,7 @@ class LauncherServer(SocketServer):
         try:
             await send(writer, beat())  # the client is subscribed
             while True:
-                await asyncio.wait({coming}, timeout=protocol.BEAT_PERIOD)
+                await asyncio.wait({coming}, timeout=protocol.BEAT_INTERVAL_S)
                 if not coming.done():
                     await send(writer, beat())
                     continue

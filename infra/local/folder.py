@@ -15,9 +15,9 @@ from infra.vault import key_file
 from worker_runtime.protocol.errors import BerthError
 
 #: Grows when a release can no longer read an earlier release's folder.
-LAYOUT = 2
+LAYOUT_VERSION = 2
 #: Bytes. With less, PostgreSQL and Temporal soon fail with unclear messages.
-MIN_FREE = 500 * 1024 * 1024
+MIN_FREE_BYTES = 500 * 1024 * 1024
 #: The second line of the lock file while its holder stops.
 _STOPPING = "stopping"
 #: Files that a folder of ours may hold before its version file is written.
@@ -59,7 +59,7 @@ class DataFolder:
     workers run as users of their own.
     """
 
-    def __init__(self, path: Path, *, min_free: int = MIN_FREE) -> None:
+    def __init__(self, path: Path, *, min_free: int = MIN_FREE_BYTES) -> None:
         self.path = path.absolute()
         self._min_free = min_free
         self.records = self.path / "run"
@@ -171,10 +171,11 @@ class DataFolder:
                 raise FolderUnusable(
                     f"{marker} cannot be read: the folder was damaged; remove it with `make clean`"
                 ) from None
-            if layout != LAYOUT:
+            if layout != LAYOUT_VERSION:
                 raise FolderUnusable(
                     f"{self.path} was made by a release with another layout ({layout}; this one: "
-                    f"{LAYOUT}); remove it with `make clean` or choose another folder with --data"
+                    f"{LAYOUT_VERSION}); remove it with `make clean` or choose another folder with "
+                    "--data"
                 )
             return
         foreign = sorted({entry.name for entry in self.path.iterdir()} - _EARLY)
@@ -189,7 +190,7 @@ class DataFolder:
         if not marker.exists():
             new = self.path / "version.new"
             with open(new, "w", encoding="utf-8", opener=_private) as file:
-                json.dump({"layout": LAYOUT}, file)
+                json.dump({"layout": LAYOUT_VERSION}, file)
             new.replace(marker)  # never half written, even when killed here
 
     def _stored_passwords(self) -> Passwords | None:

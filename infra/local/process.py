@@ -31,20 +31,20 @@ from worker_runtime.protocol.errors import BerthError
 
 HOST = "127.0.0.1"
 #: Seconds; PostgreSQL's first start (initdb) takes about 3 s, the others under 2 s on 2 idle cores.
-START_TIMEOUT = 60.0
-STOP_TIMEOUT = 15.0
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 15.0
 #: Bytes of a log that a start continues with.
-MOST_LOG = 64 << 20
+MAX_LOG_BYTES = 64 << 20
 
 #: Bytes at the end of a log among which the cause of an end is looked for.
-LAST_WORDS = 64 << 10
+LOG_TAIL_BYTES = 64 << 10
 
 #: Below the ports that Linux assigns itself (from 32768), because ours are bound seconds
 #: after they are chosen. Each process takes ports from a part of its own, so that two
 #: processes do not choose the same.
 _PORTS = range(12_000, 32_000)
-_PARTS = 50
-_PART = len(_PORTS) // _PARTS
+_PORT_PARTS = 50
+_PORTS_PER_PART = len(_PORTS) // _PORT_PARTS
 _turns = itertools.count()
 
 #: PDEATHSIG fires when the *thread* that forked ends,
@@ -73,17 +73,17 @@ class StartAborted(ServerFailed, code="START_ABORTED"):
 def free_ports(count: int) -> list[int]:
     """Returns `count` different TCP ports that were free a moment ago. Raises `ServerFailed` if
     there are fewer."""
-    first = _PORTS.start + os.getpid() % _PARTS * _PART
+    first = _PORTS.start + os.getpid() % _PORT_PARTS * _PORTS_PER_PART
     ports: list[int] = []
-    for _ in range(_PART):
+    for _ in range(_PORTS_PER_PART):
         if len(ports) == count:
             break
-        port = first + next(_turns) % _PART
+        port = first + next(_turns) % _PORTS_PER_PART
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((HOST, port))
             ports.append(port)
     if len(ports) < count:
-        raise ServerFailed(f"no {count} free ports from {first} to {first + _PART - 1}")
+        raise ServerFailed(f"no {count} free ports from {first} to {first + _PORTS_PER_PART - 1}")
     return ports
 
 
@@ -179,7 +179,7 @@ class Server:
         #: Set by the owner to give up waiting for readiness.
         self.abort = Event()
         #: Seconds for which a start waits for an answer.
-        self.start_timeout = START_TIMEOUT
+        self.start_timeout = START_TIMEOUT_S
         self._process: subprocess.Popen[bytes] | None = None
         #: Where in its log the last start began.
         self._log_start = 0
@@ -233,7 +233,7 @@ class Server:
         self.check_ports()
         self.prepare()
         self.log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if self.log_path.exists() and self.log_path.stat().st_size > MOST_LOG:
+        if self.log_path.exists() and self.log_path.stat().st_size > MAX_LOG_BYTES:
             self.log_path.replace(self.log_path.with_suffix(".log.1"))
         with open(
             self.log_path, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)
@@ -295,7 +295,7 @@ class Server:
         status = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         try:
             with self.log_path.open("rb") as log:
-                log.seek(max(self._log_start, os.fstat(log.fileno()).st_size - LAST_WORDS))
+                log.seek(max(self._log_start, os.fstat(log.fileno()).st_size - LOG_TAIL_BYTES))
                 text = log.read().decode(errors="replace")
         except OSError:
             text = ""
@@ -313,16 +313,16 @@ class Server:
             process.send_signal(signal.SIGCONT)  # a stopped process would not see the next signal
             process.send_signal(how)
         try:
-            process.wait(STOP_TIMEOUT)
+            process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait(STOP_TIMEOUT)
+            process.wait(STOP_TIMEOUT_S)
         # After a crash PostgreSQL's children end by themselves within a second; uvicorn's do not.
         grace = 2.0 if how == signal.SIGKILL and self.name == "postgres" else 0.2
         remaining = record.wait_gone(family, grace)
         if remaining:
             record.send_signal(remaining, signal.SIGKILL)
-            record.wait_gone(remaining, STOP_TIMEOUT)
+            record.wait_gone(remaining, STOP_TIMEOUT_S)
         if self.records is not None:
             record.forget_record(self.records, self.name)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from infra.local.process import (
     HOST,
-    START_TIMEOUT,
+    START_TIMEOUT_S,
     Server,
     ServerFailed,
     accepts,
@@ -244,7 +244,7 @@ class PostgresServer(Server):
             stderr=subprocess.STDOUT,
             text=True,
             check=False,
-            timeout=START_TIMEOUT,
+            timeout=START_TIMEOUT_S,
             env={**inherited_environment(), "PGPASSFILE": str(self._pass_file)},
             **how,
         )
@@ -388,7 +388,7 @@ class TemporalServer(Server):
             capture_output=True,
             text=True,
             check=False,
-            timeout=START_TIMEOUT,
+            timeout=START_TIMEOUT_S,
             env=self.environment(),
         )
         return not listed.returncode and all(

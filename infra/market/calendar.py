@@ -30,7 +30,7 @@ from worker_runtime.protocol.installed_brokers import built_in_brokers, installe
 from worker_runtime.protocol.order_terms import OrderLot
 
 #: Most days to search back for a trading day: the longest known holidays are below two weeks.
-LOOK_BACK = 60
+LOOK_BACK_DAYS = 60
 
 
 class Market(StrEnum):
@@ -126,7 +126,7 @@ class Calendar:
 
     def trading_day_before(self, day: date) -> date:
         """Returns the last trading day before this day."""
-        for back in range(1, LOOK_BACK):
+        for back in range(1, LOOK_BACK_DAYS):
             if self.trades_on(before := day - timedelta(days=back)):
                 return before
         return day - timedelta(days=1)  # an operator closed them all

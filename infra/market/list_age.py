@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from datetime import date, datetime, timedelta
 
-from infra.market.calendar import LOOK_BACK, Calendar, MarketCalendars, zone_of_market
+from infra.market.calendar import LOOK_BACK_DAYS, Calendar, MarketCalendars, zone_of_market
 from worker_runtime.protocol.installed_brokers import installed_brokers
 
 #: Trading days without a new list after which operators are alerted.
@@ -21,10 +21,10 @@ def latest_trading_day(calendars: MarketCalendars, broker: str, at: float) -> da
 
 def missed_trading_days(calendars: MarketCalendars, broker: str, loaded_on: date, at: float) -> int:
     """Return how many trading days of the broker have begun
-    since the list of `loaded_on`, at most `LOOK_BACK`."""
+    since the list of `loaded_on`, at most `LOOK_BACK_DAYS`."""
     missed: set[date] = set()
     for today, calendar in _markets(calendars, broker, at):
-        for back in range(LOOK_BACK):
+        for back in range(LOOK_BACK_DAYS):
             if (day := today - timedelta(days=back)) <= loaded_on:
                 break
             if calendar.trades_on(day):

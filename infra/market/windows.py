@@ -11,7 +11,7 @@ from worker_runtime.protocol.errors import BerthError
 
 #: Days searched for the next change; the longest closure of a home market (lunar new year) is 11
 #: days.
-AHEAD = 14
+LOOK_AHEAD_DAYS = 14
 
 
 class ZoneUnknown(BerthError, code="ZONE_UNKNOWN", status=422):
@@ -90,12 +90,12 @@ def current_window(
     """Returns the number of the first window that holds at `at` (Unix seconds), and when that
     changes.
 
-    Either is None: no window holds, or nothing changes within `AHEAD` days.
+    Either is None: no window holds, or nothing changes within `LOOK_AHEAD_DAYS` days.
     """
     spans: list[tuple[int, float, float]] = []
     for number, window in enumerate(windows):
         today = datetime.fromtimestamp(at, UTC).astimezone(window.zone).date()
-        for step in range(-1, AHEAD):
+        for step in range(-1, LOOK_AHEAD_DAYS):
             span = window.span(today + timedelta(days=step), calendar)
             if span is not None:
                 spans.append((number, *span))

@@ -24,9 +24,9 @@ from infra.log import configure_log
 from infra.node.accounts import AccountsUnavailable, UserIds, find_user_ids
 from infra.node.address import listen, take_lock
 from infra.node.cgroup import LimitsUnavailable, MemoryGroups, find_groups
-from infra.node.keeper import Keeper
 from infra.node.register import NodeRegister
 from infra.node.server import NodeServer
+from infra.node.supervisor import NodeSupervisor
 from infra.process_metrics import serving_metrics
 from infra.processes import forbid_core_files
 from worker_runtime.protocol.errors import BerthError
@@ -117,29 +117,31 @@ async def _serve(options: argparse.Namespace) -> None:
         groups = _limits(register, options.cgroup, required=options.contained)
         if groups is not None:
             closing.callback(groups.close)
-        keeper = Keeper(options.state, register, groups, options.command, _user_ids(options))
-        closing.push_async_callback(keeper.close)
-        keeper.adopt()
-        NODE_WORKERS.set_function(lambda: len(keeper.tasks()))
+        supervisor = NodeSupervisor(
+            options.state, register, groups, options.command, _user_ids(options)
+        )
+        closing.push_async_callback(supervisor.close)
+        supervisor.adopt()
+        NODE_WORKERS.set_function(lambda: len(supervisor.tasks()))
         closing.enter_context(serving_metrics(options.metrics))
         limits = f"cgroup v{groups.version}" if groups else "none"
-        server = NodeServer(keeper, register, limits=limits)
+        server = NodeServer(supervisor, register, limits=limits)
         closing.push_async_callback(server.close)
         await server.start(listening)
-        sweeping = loop.create_task(keeper.sweep_logs())
+        sweeping = loop.create_task(supervisor.sweep_logs())
         closing.callback(sweeping.cancel)
         _log.info(
             "node.ready",
             socket=str(options.socket),
             state=str(options.state),
             limits=limits,
-            workers=len(keeper.tasks()),
+            workers=len(supervisor.tasks()),
         )
         await ending.wait()
         if options.contained:
             await server.close()  # nothing is launched any more
-            await keeper.stop_all("the node's container stops")
-        remaining = len(keeper.tasks())
+            await supervisor.stop_all("the node's container stops")
+        remaining = len(supervisor.tasks())
     _log.info("node.stopped", workers_left=remaining)
 
 

@@ -12,7 +12,7 @@ from infra.node.protocol import NodeBusy, NodeSocketInvalid
 from infra.processes import try_lock
 
 #: Bytes that `sockaddr_un` holds, without the closing zero.
-_LONGEST = 107
+_MAX_PATH_BYTES = 107
 
 
 @contextlib.contextmanager
@@ -22,7 +22,7 @@ def reachable(path: Path) -> Iterator[str]:
     A long path goes through its folder's descriptor, so that clones in deep folders work.
     """
     plain = str(path)
-    if len(os.fsencode(plain)) <= _LONGEST:
+    if len(os.fsencode(plain)) <= _MAX_PATH_BYTES:
         yield plain
         return
     folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)

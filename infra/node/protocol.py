@@ -2,7 +2,7 @@
 one reply a request, in order; and its errors.
 
 After `WatchExits` the node sends `TaskEnded` on that connection, and a `Beat` every
-`BEAT_PERIOD`: its client can tell a dead node from one with nothing to say. `NodeRefused`
+`BEAT_INTERVAL_S`: its client can tell a dead node from one with nothing to say. `NodeRefused`
 answers what is no request.
 """
 
@@ -25,13 +25,13 @@ class NodeStateUnreadable(BerthError, code="NODE_STATE_UNREADABLE"):
 
 
 #: Bytes of a request's line; a launch takes about 1 KiB.
-MAX_LINE = 128 * 1024
+MAX_LINE_BYTES = 128 * 1024
 #: Bytes of a reply's line; a list takes about 140 for each worker.
-MAX_REPLY = 16 * 1024 * 1024
+MAX_REPLY_BYTES = 16 * 1024 * 1024
 #: Seconds between two signs of life on a connection that watches.
-BEAT_PERIOD = 5.0
+BEAT_INTERVAL_S = 5.0
 #: Seconds a node may take to confirm an end after SIGKILL.
-KILL_CONFIRM = 10.0
+KILL_CONFIRM_TIMEOUT_S = 10.0
 
 
 class LaunchTask(LaunchSpec, frozen=True, kw_only=True, tag_field="op", tag="launch"):

@@ -17,9 +17,9 @@ import msgspec
 from infra.node.protocol import NodeStateUnreadable
 from infra.worker_task import Task, TaskExit
 
-SCHEMA = 1
+SCHEMA_VERSION = 1
 #: Exits kept for a subscriber that was away, and ended workers whose token is remembered.
-KEPT_ENDS = 5000
+MAX_KEPT_ENDS = 5000
 
 _TABLES = (
     "CREATE TABLE node (log TEXT NOT NULL) STRICT",
@@ -77,7 +77,7 @@ class NodeRegister:
     There is no fsync: the register must survive a crash of the node, not of the host.
     """
 
-    def __init__(self, path: Path, *, kept: int = KEPT_ENDS) -> None:
+    def __init__(self, path: Path, *, kept: int = MAX_KEPT_ENDS) -> None:
         """Opens or makes the register, which keeps the last `kept` exits. Raises
         `NodeStateUnreadable`."""
         self._kept = kept
@@ -100,14 +100,14 @@ class NodeRegister:
 
     def _prepare(self) -> None:
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
-        if version not in (0, SCHEMA):
-            raise sqlite3.DatabaseError(f"schema {version}; this release knows {SCHEMA}")
+        if version not in (0, SCHEMA_VERSION):
+            raise sqlite3.DatabaseError(f"schema {version}; this release knows {SCHEMA_VERSION}")
         if version == 0:
             with self._transaction():
                 for statement in _TABLES:
                     self._db.execute(statement)
                 self._db.execute("INSERT INTO node VALUES (?)", (secrets.token_hex(6),))
-                self._db.execute(f"PRAGMA user_version = {SCHEMA}")
+                self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
     def close(self) -> None:
         self._db.close()

@@ -1,6 +1,6 @@
 """Serves the node's socket to many clients at once, each in order.
 
-`SocketServer` is the socket and its rules; `NodeServer` answers for a node's keeper, and
+`SocketServer` is the socket and its rules; `NodeServer` answers for a node's supervisor, and
 `infra.launchers.served` for the container launcher.
 """
 
@@ -24,15 +24,15 @@ from worker_runtime.protocol.messages import decode, encode
 _log = structlog.get_logger()
 
 #: Seconds without a request after which a connection is closed.
-_IDLE = 300.0
+_IDLE_TIMEOUT_S = 300.0
 #: Connections at once; an orchestrator needs two or three.
-_CONNECTIONS_MAX = 200
+_MAX_CONNECTIONS = 200
 #: Seconds a client may take to read what it asked for.
 _WRITE_TIMEOUT_S = 10.0
 
 
-class KeeperPort(Protocol):
-    """What the server needs of `Keeper`, or of a simulated one. May raise `BerthError`."""
+class SupervisorPort(Protocol):
+    """What the server needs of `NodeSupervisor`, or of a simulated one. May raise `BerthError`."""
 
     def launch(self, request: protocol.LaunchTask) -> Task: ...
 
@@ -52,7 +52,7 @@ class KeeperPort(Protocol):
 
 
 class ExitLog(Protocol):
-    """What the server needs of `NodeRegister`, or of a simulated keeper."""
+    """What the server needs of `NodeRegister`, or of a simulated supervisor."""
 
     log: str
 
@@ -80,7 +80,7 @@ class SocketServer:
 
     async def start(self, listening: socket.socket) -> None:
         self._server = await asyncio.start_unix_server(
-            self._accept, sock=listening, limit=protocol.MAX_LINE
+            self._accept, sock=listening, limit=protocol.MAX_LINE_BYTES
         )
 
     async def close(self) -> None:
@@ -95,7 +95,7 @@ class SocketServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            if len(self._connections) > _CONNECTIONS_MAX:
+            if len(self._connections) > _MAX_CONNECTIONS:
                 await send(
                     writer, protocol.NodeRefused(code="NODE_BUSY", detail="too many connections")
                 )
@@ -128,36 +128,36 @@ class SocketServer:
 
 
 class NodeServer(SocketServer):
-    """Serves one keeper. `limits` is what `NodeStatus` says about memory limits."""
+    """Serves one supervisor. `limits` is what `NodeStatus` says about memory limits."""
 
-    def __init__(self, keeper: KeeperPort, register: ExitLog, *, limits: str) -> None:
+    def __init__(self, supervisor: SupervisorPort, register: ExitLog, *, limits: str) -> None:
         super().__init__()
-        self._keeper = keeper
+        self._supervisor = supervisor
         self._register = register
         self._limits = limits
 
     async def reply_to(self, request: protocol.NodeRequest) -> protocol.NodeReply:
         match request:
             case protocol.LaunchTask():
-                return protocol.TaskLaunched(task=self._keeper.launch(request))
+                return protocol.TaskLaunched(task=self._supervisor.launch(request))
             case protocol.StopTask():
-                count = await self._keeper.stop(request.task_id, request.reason, request.grace)
+                count = await self._supervisor.stop(request.task_id, request.reason, request.grace)
                 return protocol.TasksStopped(count=count)
             case protocol.StopAllTasks():
                 return protocol.TasksStopped(
-                    count=await self._keeper.stop_all(request.reason, request.grace)
+                    count=await self._supervisor.stop_all(request.reason, request.grace)
                 )
             case protocol.ListTasks():
-                return protocol.TaskList(tasks=self._keeper.tasks())
+                return protocol.TaskList(tasks=self._supervisor.tasks())
             case protocol.CheckTask():
-                return protocol.TaskChecked(running=self._keeper.is_running(request.task_id))
+                return protocol.TaskChecked(running=self._supervisor.is_running(request.task_id))
             case protocol.FindTasks():
-                return protocol.TaskList(tasks=self._keeper.tasks_of(request.worker_id))
+                return protocol.TaskList(tasks=self._supervisor.tasks_of(request.worker_id))
             case protocol.PingNode() | protocol.WatchExits():
                 return protocol.NodeStatus(
                     pid=os.getpid(),
                     log=self._register.log,
-                    workers=len(self._keeper.tasks()),
+                    workers=len(self._supervisor.tasks()),
                     limits=self._limits,
                 )
 
@@ -173,7 +173,7 @@ class NodeServer(SocketServer):
             for number, exit_ in missed:
                 await send(writer, protocol.TaskEnded(log=log, number=number, exit=exit_))
             if not missed:
-                await self._keeper.wait_for_exit(protocol.BEAT_PERIOD)
+                await self._supervisor.wait_for_exit(protocol.BEAT_INTERVAL_S)
                 if not self._register.exits_after(number, limit=1):
                     await send(writer, beat())
 
@@ -187,13 +187,13 @@ async def _read_line(reader: asyncio.StreamReader) -> bytes:
     """Reads one line; empty at the end. Raises `MalformedMessage` for an endless or incomplete
     one."""
     try:
-        return await asyncio.wait_for(reader.readuntil(b"\n"), _IDLE)
+        return await asyncio.wait_for(reader.readuntil(b"\n"), _IDLE_TIMEOUT_S)
     except asyncio.IncompleteReadError as error:
         if error.partial:
             raise MalformedMessage("the last request does not end with a newline") from None
         return b""
     except asyncio.LimitOverrunError:
-        raise MalformedMessage(f"a request has at most {protocol.MAX_LINE} bytes") from None
+        raise MalformedMessage(f"a request has at most {protocol.MAX_LINE_BYTES} bytes") from None
 
 
 async def send(writer: asyncio.StreamWriter, reply: msgspec.Struct) -> None:

@@ -25,15 +25,17 @@ from infra.node.register import NodeEntry
 from worker_runtime.protocol.launch import MEMORY, memory_prefix
 
 #: Bytes a log may have before it is cut; as much again is kept in `<worker>.log.1`.
-LOG_CAP = 4 * 1024 * 1024
+MAX_LOG_BYTES = 4 * 1024 * 1024
 #: Logs kept, newest first.
 MAX_LOGS_KEPT = 300
 #: Seconds between two checks; what a runaway worker writes meanwhile comes on top of the cap.
-LOG_PERIOD = 5.0
+LOG_CHECK_INTERVAL_S = 5.0
 
 
 class WorkerLogs:
-    def __init__(self, folder: Path, *, cap: int = LOG_CAP, kept: int = MAX_LOGS_KEPT) -> None:
+    def __init__(
+        self, folder: Path, *, cap: int = MAX_LOG_BYTES, kept: int = MAX_LOGS_KEPT
+    ) -> None:
         self._folder = folder
         self._cap = cap
         self._kept = kept

@@ -16,7 +16,7 @@ from infra.recovery.encryption import BackupFailed, Readable
 from infra.recovery.log_follower import SEGMENT
 
 _MANIFEST, _LOG = "backup_manifest", "pg_wal/"
-_CHUNK = 1024 * 1024
+_CHUNK_BYTES = 1024 * 1024
 
 
 class BaseCheck:
@@ -38,7 +38,7 @@ class BaseCheck:
         """Return up to `size` bytes. In large pieces to the look:
         each costs a switch between threads."""
         if not self._rest:
-            data = self._source.read(_CHUNK)
+            data = self._source.read(_CHUNK_BYTES)
             if data:
                 self._feed.put(data)
             self._rest = memoryview(data)
@@ -99,7 +99,7 @@ def check_base(stream: Readable) -> None:
     files: dict[str, tuple[int, str]] = {}
     segments: dict[str, int] = {}
     text = b""
-    with tarfile.open(fileobj=cast(IO[bytes], stream), mode="r|", bufsize=_CHUNK) as archive:
+    with tarfile.open(fileobj=cast(IO[bytes], stream), mode="r|", bufsize=_CHUNK_BYTES) as archive:
         for member in archive:
             name = member.name.removeprefix("./")
             content = archive.extractfile(member) if member.isfile() else None
@@ -111,7 +111,7 @@ def check_base(stream: Readable) -> None:
             if SEGMENT.fullmatch(name.removeprefix(_LOG)):
                 segments[name.removeprefix(_LOG)] = member.size
             files[name] = member.size, _digest(content)
-    while stream.read(_CHUNK):  # what follows the end of an archive
+    while stream.read(_CHUNK_BYTES):  # what follows the end of an archive
         pass
     if not text:
         raise ValueError("it ends before its manifest")
@@ -120,7 +120,7 @@ def check_base(stream: Readable) -> None:
 
 def _digest(content: IO[bytes]) -> str:
     digest = hashlib.sha256()
-    while data := content.read(_CHUNK):
+    while data := content.read(_CHUNK_BYTES):
         digest.update(data)
     return digest.hexdigest()
 

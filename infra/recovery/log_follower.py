@@ -29,7 +29,7 @@ from infra.processes import end_with_parent
 from infra.recovery.encryption import SUFFIX, BackupFailed, encrypt_stream
 
 #: Seconds between two looks at the spool.
-PERIOD_S = 1.0
+CHECK_INTERVAL_S = 1.0
 #: Seconds that `pg_receivewal` gets to end.
 STOP_TIMEOUT_S = 10.0
 #: Bytes of the spool's disk that stay free while the folder of backups is away.
@@ -147,7 +147,7 @@ class LogFollower:
             )
             receiver.start()
             try:
-                while not self._stop.wait(PERIOD_S):
+                while not self._stop.wait(CHECK_INTERVAL_S):
                     self._look(receiver)
             finally:
                 receiver.stop()

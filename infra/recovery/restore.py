@@ -41,12 +41,12 @@ from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.requests import SwitchState
 
 #: Stops at the same time, and how often the list of workers is read until it is empty.
-ABREAST, ROUNDS = 20, 5
+MAX_CONCURRENT_STOPS, MAX_ROUNDS = 20, 5
 #: Seconds that are waited for a worker whose end nobody confirmed: its mark's life and 10 s more
 #: (one-owner).
-UNCONFIRMED = keys.MARK_TTL_S + 10.0
+UNCONFIRMED_WAIT_S = keys.MARK_TTL_S + 10.0
 #: Seconds that connections of stopped servers get to be gone.
-LEAVE = 3.0
+LEAVE_TIMEOUT_S = 3.0
 #: Why workers and workflows are ended.
 REASON = "the database was restored"
 
@@ -143,7 +143,7 @@ async def _check_alone(session: AsyncSession) -> None:
 
     The session is in no transaction, which would see the same connections again.
     """
-    deadline = time.monotonic() + LEAVE
+    deadline = time.monotonic() + LEAVE_TIMEOUT_S
     while count := await session.scalar(_OTHERS):
         if time.monotonic() > deadline:
             raise BerthError(
@@ -218,7 +218,7 @@ async def _move_ahead(session: AsyncSession, report: RestoreReport, owners: dict
 
 async def _stop_workers(settings: Settings, report: RestoreReport) -> None:
     """Stops all workers that are listed, and waits for those whose end nobody confirms."""
-    launcher, turns = create_launcher(settings), asyncio.Semaphore(ABREAST)
+    launcher, turns = create_launcher(settings), asyncio.Semaphore(MAX_CONCURRENT_STOPS)
     ended: set[str] = set()
 
     async def stop(task_id: str) -> None:
@@ -231,7 +231,7 @@ async def _stop_workers(settings: Settings, report: RestoreReport) -> None:
 
     try:
         asked: set[str] = set()
-        for _ in range(ROUNDS):  # a listing may lag
+        for _ in range(MAX_ROUNDS):  # a listing may lag
             listed = {task.task_id for task in await launcher.list()} - ended
             if not listed:
                 break
@@ -241,14 +241,16 @@ async def _stop_workers(settings: Settings, report: RestoreReport) -> None:
         await launcher.close()
     report.stopped, report.unconfirmed = len(ended), sorted(asked - ended)
     if report.unconfirmed:
-        log.warning("waits_for_unconfirmed_workers", seconds=UNCONFIRMED, tasks=report.unconfirmed)
-        await asyncio.sleep(UNCONFIRMED)
+        log.warning(
+            "waits_for_unconfirmed_workers", seconds=UNCONFIRMED_WAIT_S, tasks=report.unconfirmed
+        )
+        await asyncio.sleep(UNCONFIRMED_WAIT_S)
 
 
 async def _wait_for_marks(client: Redis, owners: dict[str, int]) -> None:
     """Raises `BerthError` if a worker lives on that the launcher did not list: it renews its
     mark."""
-    deadline = time.monotonic() + UNCONFIRMED
+    deadline = time.monotonic() + UNCONFIRMED_WAIT_S
     while alive := [user_id for user_id in owners if await client.exists(keys.mark(user_id))]:
         if time.monotonic() > deadline:
             raise BerthError(

@@ -24,7 +24,7 @@ _PARTIAL = ".partial"
 _LOG_FILE = re.compile(
     r"[0-9A-F]{8}([0-9A-F]{16})(?:\.partial)?(?:\.age)?|[0-9A-F]{8}\.history(?:\.age)?"
 )
-_CHUNK = 1024 * 1024
+_CHUNK_BYTES = 1024 * 1024
 
 
 class UnpackedBackup(NamedTuple):
@@ -101,11 +101,11 @@ def _extract(source: Path, folder: Path, identity: x25519.Identity) -> None:
     def extract(stream: IO[bytes]) -> None:
         with stream:
             try:
-                with tarfile.open(fileobj=stream, mode="r|", bufsize=_CHUNK) as archive:
+                with tarfile.open(fileobj=stream, mode="r|", bufsize=_CHUNK_BYTES) as archive:
                     archive.extractall(folder, filter="data")
             except (tarfile.TarError, OSError) as error:
                 errors.append(error)
-            while stream.read(_CHUNK):  # what follows the archive, or an error
+            while stream.read(_CHUNK_BYTES):  # what follows the archive, or an error
                 pass
 
     thread = threading.Thread(target=extract, args=(os.fdopen(reader, "rb"),))
@@ -141,7 +141,7 @@ def _unpack_log(
                 decrypt_stream(path, file, identity)
             else:
                 with path.open("rb") as plain:
-                    while data := plain.read(_CHUNK):
+                    while data := plain.read(_CHUNK_BYTES):
                         file.write(data)
         if target.suffix == _PARTIAL:
             os.truncate(target, size)  # the zeros at its end are not stored

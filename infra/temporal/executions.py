@@ -24,7 +24,7 @@ from workflows import names
 #: Rows of one page of a listing.
 PAGE_SIZE = 1000
 #: `WORKFLOW_EXECUTION_STATUS_PAUSED` of newer servers.
-_PAUSED = 8
+_PAUSED_STATUS = 8
 _RUNNING = enums.WorkflowExecutionStatus.WORKFLOW_EXECUTION_STATUS_RUNNING
 _ENDS = {
     enums.WorkflowExecutionStatus.WORKFLOW_EXECUTION_STATUS_COMPLETED: "completed",
@@ -60,9 +60,9 @@ def _state_of(info: WorkflowExecutionInfo) -> ExecutionState:
         workflow_id=info.execution.workflow_id,
         run_id=info.execution.run_id,
         kind=info.type.name,
-        is_open=status in (int(_RUNNING), _PAUSED),
-        is_paused=status == _PAUSED,
-        end=_ENDS.get(info.status, "" if status in (int(_RUNNING), _PAUSED) else "ended"),
+        is_open=status in (int(_RUNNING), _PAUSED_STATUS),
+        is_paused=status == _PAUSED_STATUS,
+        end=_ENDS.get(info.status, "" if status in (int(_RUNNING), _PAUSED_STATUS) else "ended"),
         worker_id=attributes.get(names.SA_WORKER.name, ""),
         started_at=info.start_time.ToDatetime(UTC),
         attributes=attributes,

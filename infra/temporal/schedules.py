@@ -34,7 +34,7 @@ from workflows.reports.messages import DailyReportInput, StatementsInput
 #: Seconds between two tries.
 RETRY_INTERVAL_S = 5.0
 #: Between two looks whether a broker's instruments are due.
-INSTRUMENTS_PERIOD = timedelta(minutes=15)
+INSTRUMENTS_INTERVAL = timedelta(minutes=15)
 
 log = structlog.get_logger()
 
@@ -158,14 +158,14 @@ def _report(settings: Settings) -> Schedule | None:
 
 
 def _instruments(settings: Settings) -> Schedule | None:
-    """Plans a look each `INSTRUMENTS_PERIOD`: brokers open at different times in different
+    """Plans a look each `INSTRUMENTS_INTERVAL`: brokers open at different times in different
     zones, and an operator may designate an account at any time. There is none if
     `instruments_lead` is 0."""
     if not settings.instruments_lead:
         return None
     return _start(
         names.INSTRUMENTS_SCHEDULE,
-        ScheduleSpec(intervals=[ScheduleIntervalSpec(every=INSTRUMENTS_PERIOD)]),
+        ScheduleSpec(intervals=[ScheduleIntervalSpec(every=INSTRUMENTS_INTERVAL)]),
         names.INSTRUMENTS,
         InstrumentsInput(lead=settings.instruments_lead),
         limit=timedelta(minutes=10),

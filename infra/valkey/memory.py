@@ -1,7 +1,7 @@
 """How full Valkey is, and what is done about it.
 
-Above `ALERT_ABOVE` operators are alerted. Above `REFUSED_ABOVE` the scripts refuse new
-orders and new claims (`MemoryShort`), so that what is under way can end: leases, cancels,
+Above `ALERT_ABOVE_SHARE` operators are alerted. Above `REFUSED_ABOVE_PERMILLE` the scripts refuse
+new orders and new claims (`MemoryShort`), so that what is under way can end: leases, cancels,
 answers and switches pass.
 """
 
@@ -10,9 +10,9 @@ from typing import Any, Final, NamedTuple
 from redis.asyncio import Redis
 
 #: Share of `maxmemory`; the rules of `infra/monitoring/rules.yaml` name the same.
-ALERT_ABOVE: Final = 0.7
+ALERT_ABOVE_SHARE: Final = 0.7
 #: Thousandths of `maxmemory`, as the scripts take it.
-REFUSED_ABOVE: Final = 850
+REFUSED_ABOVE_PERMILLE: Final = 850
 
 
 class MemoryUse(NamedTuple):

@@ -15,7 +15,7 @@ from infra.valkey import client as valkey
 from infra.valkey.answer_authenticator import AnswerAuthenticator
 from infra.valkey.client import text_of
 from infra.valkey.link import ValkeyLink
-from infra.valkey.memory import REFUSED_ABOVE
+from infra.valkey.memory import REFUSED_ABOVE_PERMILLE
 from infra.vault.message_secret import MessageSecrets
 from worker_runtime.protocol import keys, scripts
 from worker_runtime.protocol.errors import MemoryShort
@@ -113,7 +113,7 @@ class RequestQueue:
         args = [request.request_id, payload, deadline_ms, SEEN_AFTER_DEADLINE_MS, mac]
         if order is not None:
             key_names.append(keys.client_order(user, order.client_order_id))
-            args += [order.tag, CLIENT_ID_TTL_MS, REFUSED_ABOVE]
+            args += [order.tag, CLIENT_ID_TTL_MS, REFUSED_ABOVE_PERMILLE]
         if link is not None:
             new, item, mark = await link.run(scripts.ENQUEUE, key_names, args)
         else:

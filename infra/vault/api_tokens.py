@@ -16,11 +16,11 @@ from pathlib import Path
 from infra.vault.secret_versions import SecretVersion, SecretVersionFile
 
 #: Random bytes of a token.
-_RANDOM = 32
+_RANDOM_BYTES = 32
 #: Longest token that is looked at, in characters; ours have about 85.
-MAX_TOKEN = 128
+MAX_TOKEN_LENGTH = 128
 #: What begins an API key, so that one in a log or a repository is recognised.
-API_KEY = "berth_"
+API_KEY_PREFIX = "berth_"
 
 
 class ApiTokens:
@@ -33,10 +33,10 @@ class ApiTokens:
         """Raises `KeyFileMissing`, `KeyFileExposed` or `KeyFileCorrupt`."""
         self._file = SecretVersionFile(path)
 
-    def make(self, prefix: str = API_KEY) -> str:
+    def make(self, prefix: str = API_KEY_PREFIX) -> str:
         """Makes a new token, under the present version."""
         present = self._file.present()[0]
-        signed = f"{prefix}{secrets.token_urlsafe(_RANDOM)}.{present.version}"
+        signed = f"{prefix}{secrets.token_urlsafe(_RANDOM_BYTES)}.{present.version}"
         return f"{signed}.{_mac(present, signed)}"
 
     @property
@@ -48,7 +48,7 @@ class ApiTokens:
         """Returns True if it was made under a version that is held."""
         signed, _, mac = token.rpartition(".")
         version = signed.rpartition(".")[2]
-        if len(token) > MAX_TOKEN or not token.isascii() or not version.isdecimal():
+        if len(token) > MAX_TOKEN_LENGTH or not token.isascii() or not version.isdecimal():
             return False
         held = self._file.present()
         # Made by another process that has read the file before us.

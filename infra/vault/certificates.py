@@ -20,7 +20,7 @@ from worker_runtime.protocol.errors import CertificateExpired, CheckFailed
 #: its CPU time, on a host that is busy.
 READ_TIMEOUT_S = 12.0
 #: Children of one process at the same time: each may use a core for `certificate_reader.CPU_S`.
-_AT_ONCE = 2
+_MAX_CHILDREN = 2
 
 log = structlog.get_logger()
 
@@ -43,7 +43,7 @@ class CertificateFileReader:
 
     def __init__(self, timeout_s: float = READ_TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
-        self._turns = asyncio.Semaphore(_AT_ONCE)
+        self._turns = asyncio.Semaphore(_MAX_CHILDREN)
 
     async def read(self, certificate: bytes, password: str) -> ReadCertificate:
         """Raises `CertificateFileRefused` for what no SDK can use,

@@ -18,7 +18,7 @@ from redis.exceptions import RedisError
 
 from infra.vault import key_file
 from infra.vault.key_file import KeyFileCorrupt
-from infra.vault.secret_versions import CHECK_PERIOD, SecretVersion, SecretVersionFile
+from infra.vault.secret_versions import CHECK_INTERVAL_S, SecretVersion, SecretVersionFile
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.authentication import AssignmentKeys, MessageKey, derive_key
@@ -26,7 +26,7 @@ from worker_runtime.protocol.authentication import AssignmentKeys, MessageKey, d
 #: Seconds between two comparisons with other hosts.
 COMPARE_INTERVAL_S = 60.0
 #: Users whose keys are kept derived.
-_CACHED = 20_000
+_MAX_CACHED_USERS = 20_000
 
 log = structlog.get_logger()
 
@@ -121,7 +121,7 @@ class MessageSecrets:
     def _keys(self, *purpose: bytes) -> Keys:
         derived = self._derived.get(purpose)
         if derived is None:
-            if len(self._derived) >= _CACHED:
+            if len(self._derived) >= _MAX_CACHED_USERS:
                 self._derived.clear()
             derived = self._derived[purpose] = tuple(
                 MessageKey(secret.version, derive_key(secret.secret, b"berth/message/1", *purpose))
@@ -134,7 +134,7 @@ class MessageSecretFile(MessageSecrets):
     """The secrets of a file, which is read again when it was replaced;
     one that went bad changes nothing."""
 
-    def __init__(self, path: Path, *, check_period: float = CHECK_PERIOD) -> None:
+    def __init__(self, path: Path, *, check_period: float = CHECK_INTERVAL_S) -> None:
         """Raises `KeyFileMissing`, `KeyFileExposed` or `KeyFileCorrupt`."""
         self._file = SecretVersionFile(path, check_period=check_period)
         super().__init__(self._file.present())

@@ -29,7 +29,7 @@ from infra.vault import key_file
 from worker_runtime.protocol.errors import BerthError
 
 #: Seconds between two looks at the secrets:
-#: a rotation has to reach all tasks within `COPY_TIME`, a minute.
+#: a rotation has to reach all tasks within `COPY_TIME_S`, a minute.
 CHECK_INTERVAL_S = 20.0
 #: Written into each folder when its files are there.
 COMPLETE = ".complete"

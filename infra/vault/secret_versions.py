@@ -18,7 +18,7 @@ from worker_runtime.protocol.authentication import KEY_BYTES
 from worker_runtime.protocol.errors import BerthError
 
 #: Seconds between two looks at the file.
-CHECK_PERIOD = 1.0
+CHECK_INTERVAL_S = 1.0
 #: The payload format of keys under which Temporal's payloads name the workflow they were made for.
 BOUND_PAYLOADS = 2
 
@@ -43,7 +43,7 @@ class SecretVersionFile:
     """The versions in a file, which is read again when it was replaced;
     one that went bad changes nothing."""
 
-    def __init__(self, path: Path, *, check_period: float = CHECK_PERIOD) -> None:
+    def __init__(self, path: Path, *, check_period: float = CHECK_INTERVAL_S) -> None:
         """Raises `KeyFileMissing`, `KeyFileExposed` or `KeyFileCorrupt`."""
         self._path = path
         self._check_period = check_period

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from infra.aws.costs import (
-    ALARMS,
-    FOLDERS,
-    FOLDERS_API,
-    KEYS,
-    METRICS,
-    SECRETS,
-    USERS,
-    VALKEY_GIB,
+    ALARM_COUNT,
+    FOLDER_COUNT,
+    FOLDER_COUNT_PER_API_TASK,
+    KEY_COUNT,
+    METRIC_COUNT,
+    SECRET_COUNT,
+    USER_COUNTS,
+    VALKEY_VOLUME_GIB,
     CostLoad,
     costs,
     table,
@@ -31,11 +31,15 @@ def test_the_table_in_the_documents_is_the_script_s() -> None:
 def test_what_is_counted_is_there(synthesised: Templates) -> None:
     production = synthesised.of("production")
     kinds = ("AWS::SecretsManager::Secret", "AWS::KMS::Key", "AWS::CloudWatch::Alarm")
-    assert tuple(len(production.resources(kind)) for kind in kinds) == (SECRETS, KEYS, ALARMS)
-    assert production.only("AWS::EC2::Volume")["Size"] == VALKEY_GIB
+    assert tuple(len(production.resources(kind)) for kind in kinds) == (
+        SECRET_COUNT,
+        KEY_COUNT,
+        ALARM_COUNT,
+    )
+    assert production.only("AWS::EC2::Volume")["Size"] == VALKEY_VOLUME_GIB
     filters = production.resources("AWS::Logs::MetricFilter").values()
     transformations = [metric_filter["MetricTransformations"][0] for metric_filter in filters]
-    assert len({transformation["MetricName"] for transformation in transformations}) == METRICS
+    assert len({transformation["MetricName"] for transformation in transformations}) == METRIC_COUNT
 
 
 def test_reads_of_secrets_are_counted(synthesised: Templates) -> None:
@@ -49,15 +53,15 @@ def test_reads_of_secrets_are_counted(synthesised: Templates) -> None:
         if variable["Name"] == "BERTH_SECRET_FOLDERS"
     }
     followed.pop("prepare")  # once
-    assert followed.pop("api") == FOLDERS_API
+    assert followed.pop("api") == FOLDER_COUNT_PER_API_TASK
     followed["orchestrator"] *= 2
-    assert sum(followed.values()) == FOLDERS
+    assert sum(followed.values()) == FOLDER_COUNT
 
 
 def test_more_users_cost_more_and_each_of_them_less() -> None:
-    sums = [sum(costs(CostLoad(users=users)).values()) for users in USERS]
+    sums = [sum(costs(CostLoad(users=users)).values()) for users in USER_COUNTS]
     assert sums == sorted(sums)
-    each = [total / users for total, users in zip(sums, USERS, strict=True)]
+    each = [total / users for total, users in zip(sums, USER_COUNTS, strict=True)]
     assert each == sorted(each, reverse=True)
 
 

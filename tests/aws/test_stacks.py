@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from api.http.streams import HEARTBEAT_INTERVAL_S
-from infra.jobs.scaling import WAITED
+from infra.jobs.scaling import WAITED_EVENT
 from infra.launchers.ecs.records import GROUP
 from infra.settings import Settings
 from tests.support.aws_templates import Templates, listed, text_of
@@ -201,7 +201,7 @@ def test_each_queue_of_jobs_has_a_fleet_of_its_own_that_scales_by_how_long_they_
             for candidate in filters
             if candidate["MetricTransformations"][0]["MetricName"] == metric
         ]
-        assert source["FilterPattern"] == f'{{ $.event = "{WAITED}" }}'
+        assert source["FilterPattern"] == f'{{ $.event = "{WAITED_EVENT}" }}'
         assert source["MetricTransformations"][0]["MetricValue"] == "$.seconds"
         steps = {}
         for alarm in (candidate for candidate in alarms if candidate.get("MetricName") == metric):

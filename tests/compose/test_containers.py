@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from infra.worker_task import MEMORY_HARD, MEMORY_SOFT
+from infra.worker_task import MEMORY_HARD_BYTES, MEMORY_SOFT_BYTES
 from tests.support.systems.compose import NEXT_IMAGE, PATIENCE, ComposeProject, Customer
 from tests.support.systems.compose_file import FLEETS
 from tests.support.systems.docker import DockerEnvironment
@@ -66,8 +66,8 @@ def test_a_worker_is_a_container_of_its_own_with_limits_and_no_rights(
 ) -> None:
     shown = stack.inspect(stack.container_of(alice))
     limits = shown["HostConfig"]
-    assert (limits["Memory"], limits["MemorySwap"]) == (MEMORY_HARD, MEMORY_HARD)
-    assert limits["MemoryReservation"] == MEMORY_SOFT
+    assert (limits["Memory"], limits["MemorySwap"]) == (MEMORY_HARD_BYTES, MEMORY_HARD_BYTES)
+    assert limits["MemoryReservation"] == MEMORY_SOFT_BYTES
     assert (limits["ReadonlyRootfs"], limits["CapDrop"], shown["Mounts"]) == (True, ["ALL"], [])
     assert list(shown["NetworkSettings"]["Networks"]) == ["berth_workers"]
 

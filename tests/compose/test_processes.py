@@ -9,7 +9,7 @@ from uuid import uuid4
 import pytest
 
 from infra.node.cgroup import MemoryGroup
-from infra.worker_task import MEMORY_HARD
+from infra.worker_task import MEMORY_HARD_BYTES
 from tests.support.systems.compose import PATIENCE, ComposeProject, Customer
 from tests.support.systems.local import until
 
@@ -54,7 +54,7 @@ def test_the_data_is_there_and_a_repeated_order_is_answered(
 
 def limited(stack: ComposeProject, group: Path) -> list[MemoryGroup]:
     files = [*group.glob("*/task-*/memory.limit_in_bytes"), *group.glob("*/task-*/memory.max")]
-    assert {int(path.read_text()) for path in files} == {MEMORY_HARD}
+    assert {int(path.read_text()) for path in files} == {MEMORY_HARD_BYTES}
     return [MemoryGroup(path.parent) for path in files]
 
 

@@ -436,7 +436,7 @@ def assert_accessible(page: Page, path: str) -> None:
 def test_the_apis_own_page_needs_no_internet(admin: BrowserUser) -> None:
     admin.page.goto("/v1/docs")
     expect(admin.page.get_by_text("Place an order", exact=True)).to_be_visible()
-    admin.page.get_by_text("Look at switches", exact=True).click()
+    admin.page.get_by_text("List switches", exact=True).click()
     admin.page.get_by_role("button", name="Try it out").click()
     admin.page.get_by_role("button", name="Execute").click()
     expect(admin.page.locator(".live-responses-table .response-col_status").last).to_contain_text(

@@ -19,7 +19,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, ConnectionError
 
-from activities.events.quota_watcher import BUSY_SHARE, MAX_BYTES, MAX_NAMES, TICK_S
+from activities.events.quota_watcher import BUSY_SHARE, MAX_BYTES, MAX_NAMES, READ_INTERVAL_S
 from infra.local.servers import ValkeyServer
 from infra.valkey.client import reply_of, text_of
 from tests.integration.activities.events.test_quotas import WatchedFleet
@@ -110,7 +110,7 @@ async def test_a_worker_that_keeps_valkey_busy_for_half_of_the_time_is_cut_off(
             fleet.watcher.busy_share = BUSY_SHARE * got
             await fleet.watcher.look()
             attacked.append(await timed_ping(other))
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(READ_INTERVAL_S)
         cut_off_after = time.monotonic() - began
         for attack in attacking:
             with pytest.raises((AuthenticationError, ConnectionError)):
@@ -144,7 +144,7 @@ async def test_a_worker_that_keeps_valkey_busy_for_a_quarter_of_the_time_stays(
             fleet.watcher.busy_share = BUSY_SHARE * got
             await fleet.watcher.look()
             pings.append(await timed_ping(other))
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(READ_INTERVAL_S)
         assert not searching.done()
         searching.cancel()
     print(  # noqa: T201

@@ -164,7 +164,7 @@ class JobExecutor:
 
     def _start(self, claimed: ClaimedJob, job: Job, waited_ms: int) -> None:
         try:
-            child = self._assign(claimed, job)
+            child = self._start_run(claimed, job)
         except NotForked as error:
             self._fork_failed(error)
             self._refuse(claimed, job, error)
@@ -173,7 +173,7 @@ class JobExecutor:
         self._registration.events.log_start(claimed, job)
         self._registration.counters.count_start(job, waited_ms)
 
-    def _assign(self, claimed: ClaimedJob, job: Job) -> JobChild:
+    def _start_run(self, claimed: ClaimedJob, job: Job) -> JobChild:
         """Sends a job to a child, or to a second one if the first has just ended. Raises
         `NotForked`."""
         packet = encode_message(

@@ -58,7 +58,8 @@ _RENEW_RETRY_INTERVAL_S = 5.0
 #: Longest sleep between two checks of the caller's limit: a waiting worker has to notice the end of
 #: its lease.
 _MAX_SLEEP_S = 0.2
-_DAY = 0
+#: Stands for the broker's day instead of a number of milliseconds (`spend_budget.lua`).
+_DAY_WINDOW_MS = 0
 
 
 class CallKind(StrEnum):
@@ -91,7 +92,7 @@ class _BudgetWindow(NamedTuple):
         cls, kind: CallKind, cost: int, limits: BrokerLimits, share: float, persons: float = 1
     ) -> Self:
         number, span = {
-            CallKind.LOGIN: (limits.logins_per_day, _DAY),
+            CallKind.LOGIN: (limits.logins_per_day, _DAY_WINDOW_MS),
             CallKind.ORDER: (limits.orders_per_10s, _ms(10.0 + GRANT_LIFETIME_S)),
             CallKind.QUERY: (limits.queries_per_5s, _ms(5.0 + GRANT_LIFETIME_S)),
         }[kind]

@@ -37,7 +37,7 @@ with workflow.unsafe.imports_passed_through():
 from workflows import calls
 
 #: Characters of a reason that somebody gives.
-REASON_MAX = 200
+MAX_REASON_LENGTH = 200
 
 
 @workflow.defn(name=names.ROLLOUT)
@@ -86,7 +86,7 @@ class RolloutWorkflow:
         """Carries an `AbortRollout`: what the pool had before is put back."""
         request = read_payload("abort", payload, AbortRollout)
         if request is not None:
-            self._abort = request.reason[:REASON_MAX] or "an operator aborted it"
+            self._abort = request.reason[:MAX_REASON_LENGTH] or "an operator aborted it"
 
     @workflow.signal(name="renew")
     def renew(self, *payload: Any) -> None:

@@ -11,7 +11,7 @@ from workflows.user_worker.messages import WorkerEventSignal, WorkerState
 from workflows.user_worker.state import UserWorkerState
 
 #: Characters of a worker's own words that are kept.
-DETAIL_MAX = 200
+MAX_DETAIL_LENGTH = 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ def apply_event(state: UserWorkerState, event: WorkerEventSignal, now: float) ->
     counted = replace(state, sequence=event.sequence)
     # A worker's clock may be wrong: it is never believed to be ahead.
     at = event.at if 0.0 < event.at <= now else now
-    detail = event.detail[:DETAIL_MAX]
+    detail = event.detail[:MAX_DETAIL_LENGTH]
     if state.serving:
         return _apply_in_service(counted, event.kind, detail, at, now)
     if state.state in (WorkerState.CLAIMED, WorkerState.CONNECTING):

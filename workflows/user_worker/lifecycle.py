@@ -36,10 +36,10 @@ from workflows import calls
 from workflows.user_worker.visibility import Timeline
 
 #: Longest pause, in seconds, between two tries to have a worker's end confirmed.
-STOP_PAUSE_MAX = 60.0
+MAX_STOP_RETRY_INTERVAL_S = 60.0
 #: Ended workers and early events that are remembered, because they may come before the claim's
 #: answer says which worker it got.
-EARLY_EVENTS_MAX = 16
+MAX_EARLY_EVENTS = 16
 
 T = TypeVar("T")
 
@@ -141,7 +141,7 @@ class WorkerLifecycle:
     def take_event(self, event: WorkerEventSignal) -> None:
         """Applies an event, or keeps it until the claim knows which worker it got."""
         if self.state.worker is None and self.state.state == WorkerState.CLAIMED:
-            self._early = [*self._early[-EARLY_EVENTS_MAX + 1 :], event]
+            self._early = [*self._early[-MAX_EARLY_EVENTS + 1 :], event]
             return
         result = apply_event(self.state, event, self.now())
         self.state = result.state
@@ -176,7 +176,7 @@ class WorkerLifecycle:
         """Notes that a worker has ended. `planned`: somebody stopped it, or it ended with its
         host. If the worker counted as missing, its end is now known as planned or not."""
         self._ended[worker_id] = exit_code
-        while len(self._ended) > EARLY_EVENTS_MAX:
+        while len(self._ended) > MAX_EARLY_EVENTS:
             del self._ended[next(iter(self._ended))]
         self._planned = (
             {*self._planned, worker_id} & self._ended.keys() if planned else self._planned
@@ -310,7 +310,7 @@ class WorkerLifecycle:
                 options = {"crashed": crashed, "reopen": reopen, "shutdown": self.shutdown}
                 await self.renew_within_step(why, options)
                 await workflow.sleep(pause, summary="until the launcher is asked again")
-                pause = min(pause * 2, STOP_PAUSE_MAX)
+                pause = min(pause * 2, MAX_STOP_RETRY_INTERVAL_S)
         self.state = self.state.stopped().with_note("")
         self.suspect, self.unmarked, self.given_up, self._crashed = False, None, "", False
         return stopped.waiting

@@ -9,9 +9,9 @@ from enum import StrEnum
 from typing import Any
 
 #: Seconds that a launcher may take to kill what did not end by itself.
-STOP_TIMEOUT = 20.0
+STOP_TIMEOUT_S = 20.0
 #: Seconds that a crash of a user's worker counts for backoff and parking.
-CRASH_WINDOW = 600.0
+CRASH_WINDOW_S = 600.0
 #: Why a worker is replaced that ran no more when somebody looked,
 #: before its launcher reported an end.
 WAS_GONE = "the worker was gone"

@@ -20,7 +20,7 @@ from workflows import calls
 from workflows.user_worker.lifecycle import ClaimWorkerGone, StartFailed, WorkerLifecycle
 
 #: Claim ids tried for one start, each after its worker turned out dead or unusable.
-CLAIM_TRIES = 3
+MAX_CLAIM_ATTEMPTS = 3
 
 
 class CrashedTooOften(Exception):
@@ -48,7 +48,7 @@ async def start_worker(life: WorkerLifecycle, *, adopt_only: bool = False) -> No
     """
     why, tries = "", 0
     failed_versions: tuple[str, ...] = ()
-    while tries < CLAIM_TRIES:
+    while tries < MAX_CLAIM_ATTEMPTS:
         adopts = adopt_only and life.start is None
         if adopt_only and tries and adopts:
             raise NothingToAdopt

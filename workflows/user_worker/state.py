@@ -12,8 +12,8 @@ from typing import Any
 
 from workflows.entity import copied_fields
 from workflows.user_worker.messages import (
-    CRASH_WINDOW,
-    STOP_TIMEOUT,
+    CRASH_WINDOW_S,
+    STOP_TIMEOUT_S,
     UserWorkerFacts,
     UserWorkerSettings,
     UserWorkerView,
@@ -25,7 +25,7 @@ from workflows.user_worker.messages import (
 STUCK_MARGIN_S = 5.0
 #: Seconds a parked user waits for a person; then the run ends and the next order starts afresh.
 PARKED_TIMEOUT_S = 24 * 3600.0
-#: Crashes within CRASH_WINDOW after which a user is parked.
+#: Crashes within CRASH_WINDOW_S after which a user is parked.
 MAX_CRASHES = 5
 #: Seconds until the next check of a serving worker of which nothing certain is known.
 CHECK_INTERVAL_S = 1200.0
@@ -113,7 +113,7 @@ class UserWorkerState(UserWorkerFacts):
     stay_until: float = 0.0
     #: Number of the worker's last event.
     sequence: int = 0
-    #: Times of the worker's deaths while it was in service, within CRASH_WINDOW.
+    #: Times of the worker's deaths while it was in service, within CRASH_WINDOW_S.
     crashes: tuple[float, ...] = ()
     #: Those of them that the infrastructure caused.
     outages: tuple[float, ...] = ()
@@ -178,11 +178,11 @@ class UserWorkerState(UserWorkerFacts):
             # A claim, a launch, and the claim of what was launched.
             WorkerState.CLAIMED: own.claim_timeout + own.launch_timeout + STUCK_MARGIN_S,
             WorkerState.CONNECTING: own.connect_timeout + STUCK_MARGIN_S,
-            WorkerState.FAILED: STOP_TIMEOUT + STUCK_MARGIN_S,
+            WorkerState.FAILED: STOP_TIMEOUT_S + STUCK_MARGIN_S,
             WorkerState.ACTIVE: self.idle_at(now) - now,
             WorkerState.RECONNECTING: own.connect_timeout * own.connect_attempts,
             WorkerState.IDLE_TIMEOUT: own.drain_timeout,
-            WorkerState.DRAINING: own.drain_timeout + STOP_TIMEOUT + STUCK_MARGIN_S,
+            WorkerState.DRAINING: own.drain_timeout + STOP_TIMEOUT_S + STUCK_MARGIN_S,
             WorkerState.PARKED: PARKED_TIMEOUT_S,
             WorkerState.TERMINATED: None,
         }
@@ -329,7 +329,7 @@ class UserWorkerState(UserWorkerFacts):
 
     def _counting(self, crashes: Sequence[float], now: float) -> UserWorkerState:
         """Adds these crashes to the known ones, and drops those that are too old."""
-        recent = sorted(at for at in {*self.crashes, *crashes} if now - at < CRASH_WINDOW)
+        recent = sorted(at for at in {*self.crashes, *crashes} if now - at < CRASH_WINDOW_S)
         return replace(self, crashes=tuple(recent))
 
     def crashed(
@@ -377,7 +377,7 @@ class UserWorkerState(UserWorkerFacts):
         return self._to(
             WorkerState.PARKED,
             now,
-            reason=f"{len(self.crashes)} crashes in {CRASH_WINDOW / 60:.0f} min",
+            reason=f"{len(self.crashes)} crashes in {CRASH_WINDOW_S / 60:.0f} min",
         )
 
     def resumed(self, now: float) -> UserWorkerState:
@@ -393,7 +393,7 @@ class UserWorkerState(UserWorkerFacts):
             crashes_known=True,
             reason="",
         )
-        return replace(again, deadline=now + CRASH_WINDOW)
+        return replace(again, deadline=now + CRASH_WINDOW_S)
 
     def idle(self, now: float) -> UserWorkerState:
         return self._to(WorkerState.IDLE_TIMEOUT, now, reason="idle")

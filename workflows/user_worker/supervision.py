@@ -33,7 +33,7 @@ from workflows.user_worker.lifecycle import (
 )
 
 #: Longest pause, in seconds, between two tries to give a fresh session its credentials.
-MAX_RESTORE_PAUSE_S = 60.0
+MAX_RESTORE_RETRY_INTERVAL_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +166,7 @@ async def restore_credentials(life: WorkerLifecycle) -> WorkerDecision:
         life.restore_failures += 1
         life.state = life.state.with_note(f"credentials not given: {calls.cause(error)}")
         await _pause_restore(
-            life, min(2.0 ** min(life.restore_failures - 1, 10), MAX_RESTORE_PAUSE_S)
+            life, min(2.0 ** min(life.restore_failures - 1, 10), MAX_RESTORE_RETRY_INTERVAL_S)
         )
         return KEEP_WORKER
     life.restore_failures = 0

@@ -19,7 +19,7 @@ from infra.database.models import Order, OrderEventRow
 from infra.database.orders.checks import database_clock
 from infra.database.orders.recording import get_order
 from infra.database.orders.states import IN_QUEUE, OPEN_STATES, rank
-from infra.database.orders.watch import ASKED
+from infra.database.orders.watch import VERIFY_AT_WHEN_ASKED
 from worker_runtime.protocol.errors import BerthError, OutcomeUnknown
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES, OrderState
 
@@ -131,7 +131,7 @@ def next_step(order: Order) -> str:
 async def recheck_order(session: AsyncSession, order_id: uuid.UUID, *, actor: str) -> Order:
     """Has the sweeper check an order at once. Raises `OrderNotFound`, `OrderSettled`."""
     open_one = update(Order).where(Order.id == order_id, Order.state.in_(OPEN_STATES))
-    due = open_one.values(verify_at=ASKED).returning(Order)
+    due = open_one.values(verify_at=VERIFY_AT_WHEN_ASKED).returning(Order)
     order: Order | None = await session.scalar(due)
     if order is None:
         await get_order(session, order_id)

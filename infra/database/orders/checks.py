@@ -136,7 +136,7 @@ async def find_refusal(
 
 
 #: The first half of these advisory locks' names; the timeline uses another one.
-_SYMBOL_LOCKS = 0x6275
+_SYMBOL_LOCK_CLASS = 0x6275
 
 
 async def database_clock(session: AsyncSession) -> datetime:
@@ -153,7 +153,7 @@ async def lock_symbol(session: AsyncSession, user_id: str, account_id: str, symb
     and each would close the same position under a lock of its own.
     """
     name = func.hashtext(f"{user_id}/{account_id}/{product_of(symbol)[:3]}")
-    await session.execute(select(func.pg_advisory_xact_lock(_SYMBOL_LOCKS, name)))
+    await session.execute(select(func.pg_advisory_xact_lock(_SYMBOL_LOCK_CLASS, name)))
 
 
 async def conflicting_order(

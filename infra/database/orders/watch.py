@@ -14,12 +14,12 @@ from infra.database.models import Order
 from worker_runtime.protocol.messages import OrderState
 
 #: `verify_at` of an order that a person wants checked: before all others.
-ASKED = func.to_timestamp(0)
+VERIFY_AT_WHEN_ASKED = func.to_timestamp(0)
 #: States in which no worker has reported anything: the sweeper itself recovers them.
 _QUEUEABLE = (OrderState.ACCEPTED.value, OrderState.QUEUED.value)
 _TAKE = lease_due(Order.verify_at).returning(
     Order,
-    literal_column("due.verify_at") == ASKED,
+    literal_column("due.verify_at") == VERIFY_AT_WHEN_ASKED,
     func.clock_timestamp()
     > Order.deadline_at + func.make_interval(0, 0, 0, 0, 0, 0, bindparam("grace")),
     func.extract("epoch", Order.deadline_at - func.clock_timestamp()),

@@ -29,10 +29,10 @@ from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.instruments import Instrument
 
 #: A list with fewer instruments than this share of the listed ones is refused.
-SMALLEST_SHARE = 0.5
+MIN_LIST_SHARE = 0.5
 #: Who puts lists in force, in the audit trail.
 ACTOR = "instruments"
-_MAX_ERROR = 500
+_MAX_ERROR_LENGTH = 500
 
 
 class InstrumentSourceTrades(BerthError, code="INSTRUMENT_SOURCE_TRADES", status=409):
@@ -208,7 +208,7 @@ async def switch_list(
     count, before = await session.scalar(staged) or 0, await session.scalar(listed) or 0
     if not count:
         raise InstrumentListRefused(f"{broker} listed no instrument.")
-    if count < before * SMALLEST_SHARE and not accept_smaller:
+    if count < before * MIN_LIST_SHARE and not accept_smaller:
         raise InstrumentListRefused(
             f"{broker} listed {count} instruments, and {before} before. If that is right, put it"
             f" in force with `berth instruments load {broker} --accept-smaller`."
@@ -239,7 +239,7 @@ async def end_load(session: AsyncSession, load_id: int, *, refused: bool, error:
         .values(
             state="refused" if refused else "failed",
             ended_at=func.clock_timestamp(),
-            error=error[:_MAX_ERROR],
+            error=error[:_MAX_ERROR_LENGTH],
         )
     )
     await session.execute(delete(StagedInstrument).where(StagedInstrument.load_id == load_id))

@@ -185,8 +185,8 @@ class WebhookCall(Base):
     States: `queued` (waits for its turn), `running` (a process holds the lease), and the final ones
     `done` (its orders rest or are final, or there was nothing to do) and `refused`. A call that
     never was a signal (wrong secret, garbage, a paused webhook) is `refused` and has no digest; of
-    these a webhook keeps the last `signals.KEPT_REFUSALS`. Of a test's signal (`test`) nothing is
-    ever placed.
+    these a webhook keeps the last `signals.MAX_KEPT_REFUSALS`. A test's signal (`test`) never
+    places anything.
     """
 
     __tablename__ = "webhook_calls"
@@ -221,7 +221,8 @@ class WebhookCall(Base):
     #: The address that posted it.
     source: Mapped[str] = mapped_column(String(64), server_default="")
     test: Mapped[bool] = mapped_column(server_default=text("false"))
-    #: The body without its secret, cut to `signals.MAX_TEXT` characters; null if it cannot be read.
+    #: The body without its secret, cut to `signals.MAX_TEXT_LENGTH` characters; null if it
+    #: cannot be read.
     body: Mapped[str | None]
     #: SHA-256 of what identifies the signal, hex: of the text as sent, never of what was made of
     #: it.

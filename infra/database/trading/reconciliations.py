@@ -32,7 +32,7 @@ ODD_SHARES = "odd_shares"
 FILL_MARGIN = timedelta(seconds=10)
 #: An order that a listing shows by its tag alone was accepted within this time: an evening before
 #: holidays belongs to the trading day after them.
-TAG_AGE = timedelta(days=14)
+MAX_TAG_AGE = timedelta(days=14)
 
 
 class ReconciliationNotFound(BerthError, code="RECONCILIATION_NOT_FOUND", status=404):
@@ -247,7 +247,7 @@ async def orders_by_tags(
         select(Order)
         .filter_by(user_id=user_id, account_id=account_id, broker_order_id=None)
         .where(Order.tag.in_(tags))
-        .where(Order.created_at.between(at - TAG_AGE, at))
+        .where(Order.created_at.between(at - MAX_TAG_AGE, at))
         .order_by(Order.created_at)
     )
     return {row.tag: row for row in rows}

@@ -22,9 +22,9 @@ from infra.database.trading.models import Webhook, WebhookCall, WebhookDelivery
 from worker_runtime.protocol.errors import BerthError, from_code
 
 #: Characters of a call's text, and of a reason.
-MAX_TEXT, MAX_REASON = 2000, 500
+MAX_TEXT_LENGTH, MAX_REASON_LENGTH = 2000, 500
 #: Calls of a webhook that were refused before they became signals, and that are kept.
-KEPT_REFUSALS = 200
+MAX_KEPT_REFUSALS = 200
 #: What the release before answers to a repeat
 #: of a signal that this one carries out: try again later.
 BARRED = "WEBHOOK_BUSY: a newer release carries this signal out"
@@ -172,7 +172,7 @@ async def add_refusal(
     session: AsyncSession, webhook: Webhook, error: BerthError, *, source: str, body: str | None
 ) -> None:
     """Records a call that became no signal,
-    and forgets the oldest of them beyond `KEPT_REFUSALS`."""
+    and forgets the oldest of them beyond `MAX_KEPT_REFUSALS`."""
     now = func.clock_timestamp()
     session.add(
         WebhookCall(
@@ -180,10 +180,10 @@ async def add_refusal(
             user_id=webhook.user_id,
             account_id=webhook.account_id,
             source=source[:64],
-            body=None if body is None else body[:MAX_TEXT],
+            body=None if body is None else body[:MAX_TEXT_LENGTH],
             state=REFUSED,
             outcome=error.code[:64],
-            reason=error.detail[:MAX_REASON],
+            reason=error.detail[:MAX_REASON_LENGTH],
             answered_ms=0,
             completed_at=now,
         )
@@ -198,7 +198,7 @@ async def add_refusal(
         select(WebhookCall.id)
         .where(*refusals)
         .order_by(WebhookCall.id.desc())
-        .offset(KEPT_REFUSALS)
+        .offset(MAX_KEPT_REFUSALS)
         .limit(1)
     )
     last = await session.scalar(kept)
@@ -321,7 +321,7 @@ async def note_obstacle(
     """Records what a signal waits for."""
     noted = update(WebhookCall).filter_by(id=call_id, held_by=holder, state=RUNNING)
     await session.execute(
-        noted.values(reason=reason[:MAX_REASON]).execution_options(synchronize_session=False)
+        noted.values(reason=reason[:MAX_REASON_LENGTH]).execution_options(synchronize_session=False)
     )
 
 
@@ -347,7 +347,7 @@ async def complete_signal(
         .values(
             state=state,
             outcome=outcome[:64],
-            reason=reason[:MAX_REASON] or None,
+            reason=reason[:MAX_REASON_LENGTH] or None,
             order_ids=list(order_ids),
             held_by=None,
             held_until=None,
@@ -360,7 +360,7 @@ async def complete_signal(
     if row is None:
         return False
     if state == REFUSED and row[0] is not None:
-        about = {"id": call.digest or "", "code": outcome, "detail": reason[:MAX_REASON]}
+        about = {"id": call.digest or "", "code": outcome, "detail": reason[:MAX_REASON_LENGTH]}
         await audit.append_entry_once(
             session, "alerts", "webhook.alert_failed", f"webhook:{call.webhook_id}", **about
         )

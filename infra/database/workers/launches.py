@@ -81,7 +81,7 @@ async def pools_launched_for(session: AsyncSession) -> list[str]:
 _PURGE = text(
     (files("infra.database") / "workers" / "old_assignments.sql").read_text(encoding="utf-8")
 )
-PURGED_AT_ONCE = 1000  # rows of either table; there is a purge each minute
+ROWS_PER_PURGE = 1000  # rows of either table; there is a purge each minute
 
 
 async def purge_ended(session: AsyncSession, days: int, running: Collection[str]) -> None:
@@ -89,7 +89,7 @@ async def purge_ended(session: AsyncSession, days: int, running: Collection[str]
     of a user the oldest, in order, and never the latest. An assignment goes together with the
     launch, without which no worker is assigned, so a worker has one for ever, however long
     its launch token is valid."""
-    await session.execute(_PURGE, {"days": days, "running": list(running), "rows": PURGED_AT_ONCE})
+    await session.execute(_PURGE, {"days": days, "running": list(running), "rows": ROWS_PER_PURGE})
 
 
 async def assigned_workers(session: AsyncSession, worker_ids: Collection[str]) -> set[str]:

@@ -309,7 +309,7 @@ class WorkerInService(NamedTuple):
 
 #: A claimed worker counts as connected after this time, since the event of its connect can be lost.
 #: Three logins of 20 s with their pauses take less.
-LONG_CLAIMED = timedelta(minutes=2)
+COUNTED_CONNECTED_AFTER = timedelta(minutes=2)
 
 _IN_SERVICE = (
     select(
@@ -324,7 +324,7 @@ _IN_SERVICE = (
     .where(
         or_(
             WorkerSession.connected_at.is_not(None),
-            WorkerSession.claimed_at < func.clock_timestamp() - LONG_CLAIMED,
+            WorkerSession.claimed_at < func.clock_timestamp() - COUNTED_CONNECTED_AFTER,
         )
     )
 )

@@ -13,10 +13,10 @@ from infra.database.workers.sessions import at_unix
 #: PostgreSQL notifies this channel, with the user's id, when a timeline grows.
 TIMELINE_CHANNEL = "berth_timeline"
 #: The first half of the writers' advisory locks; it cannot collide with a lock of one number.
-_TIMELINE_LOCKS = 0x6274
+_TIMELINE_LOCK_CLASS = 0x6274
 #: Characters kept of a reason and of other texts.
-_REASON = 1000
-_NAME = 128
+_MAX_REASON_LENGTH = 1000
+_MAX_NAME_LENGTH = 128
 
 
 async def record_transitions(
@@ -31,7 +31,7 @@ async def record_transitions(
     # One writer per user at a time: ids are assigned before the commit, so without the lock a
     # reader that continues after an id could miss a lower one that is committed later.
     await session.execute(
-        select(func.pg_advisory_xact_lock(_TIMELINE_LOCKS, func.hashtext(user_id)))
+        select(func.pg_advisory_xact_lock(_TIMELINE_LOCK_CLASS, func.hashtext(user_id)))
     )
     rows = [_values(user_id, chain, transition) for transition in transitions]
     row = insert(WorkerTransition).values(rows)
@@ -63,8 +63,8 @@ def _values(user_id: str, chain: str, transition: Mapping[str, Any]) -> dict[str
         "user_id": user_id,
         "chain": chain,
         "at": at_unix(transition["at"]),
-        "reason": _clean(transition["reason"], _REASON),
-        "worker_id": _clean(transition["worker_id"], _NAME),
+        "reason": _clean(transition["reason"], _MAX_REASON_LENGTH),
+        "worker_id": _clean(transition["worker_id"], _MAX_NAME_LENGTH),
         "deadline": None if deadline is None else at_unix(deadline),
     }
 

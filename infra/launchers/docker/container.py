@@ -22,10 +22,10 @@ GRACE = "berth.grace"
 USER = "10002:10002"
 #: Processes of a worker: zygote, supervisor, session,
 #: a broker SDK's threads, jobs; a fork bomb ends here.
-PIDS = 256
+MAX_PIDS = 256
 #: Its two writable folders, /tmp and /dev/shm, are in memory that counts as its own. In the second
 #: the SDK's log and contracts take about 20 MiB (`worker_runtime/brokers/shioaji/files.py`).
-TMPFS, SHM = "rw,nosuid,nodev,noexec,size=64m,mode=1777", 64 * 1024 * 1024
+TMPFS, SHM_BYTES = "rw,nosuid,nodev,noexec,size=64m,mode=1777", 64 * 1024 * 1024
 #: What a worker may write before its oldest lines go.
 #: It continues when the daemon does not take its lines.
 LOG = {
@@ -81,11 +81,11 @@ def container_document(
             "MemorySwap": spec.memory_hard,  # memory and swap together: none
             "MemoryReservation": spec.memory_soft,
             "OomKillDisable": False,
-            "PidsLimit": PIDS,
+            "PidsLimit": MAX_PIDS,
             "Init": True,
             "ReadonlyRootfs": True,
             "Tmpfs": {"/tmp": TMPFS},  # noqa: S108 - a folder of the container
-            "ShmSize": SHM,
+            "ShmSize": SHM_BYTES,
             "CapDrop": ["ALL"],
             "SecurityOpt": ["no-new-privileges:true"],
             "Ulimits": [{"Name": "core", "Soft": 0, "Hard": 0}],

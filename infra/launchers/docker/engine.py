@@ -23,9 +23,9 @@ from worker_runtime.protocol.errors import BerthError
 
 #: Seconds. A launch takes 0.5 s of the daemon's time on 2 idle cores;
 #: the rest is for a host that is busy.
-ANSWER_TIMEOUT = 30.0
+ANSWER_TIMEOUT_S = 30.0
 #: The status that aiodocker gives to a daemon which it cannot reach.
-_NO_ANSWER = 900
+_NO_ANSWER_STATUS = 900
 
 Document = dict[str, Any]
 
@@ -171,12 +171,12 @@ class DockerEngine:
         `extra`: seconds that the call may take beyond the daemon's own time.
         """
         try:
-            async with asyncio.timeout(ANSWER_TIMEOUT + extra):
+            async with asyncio.timeout(ANSWER_TIMEOUT_S + extra):
                 yield
         except DockerError as error:
             if error.status in expected:
                 return
-            kind = LauncherUnreachable if error.status >= _NO_ANSWER else refused
+            kind = LauncherUnreachable if error.status >= _NO_ANSWER_STATUS else refused
             raise kind(f"Docker at {self._path} ({error.status}): {error.message}"[:500]) from None
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             reason = str(error) or type(error).__name__

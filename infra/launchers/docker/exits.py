@@ -17,26 +17,26 @@ import structlog
 
 from infra.launchers.docker import container
 from infra.launchers.docker.engine import DockerEngine, DockerEventStream, Document
-from infra.worker_task import GRACE_MAX, TaskExit, signed_exit_code, worker_exit
+from infra.worker_task import MAX_GRACE_S, TaskExit, signed_exit_code, worker_exit
 
 #: Seconds between two listings of all exited containers, whatever events came.
 LISTING_INTERVAL_S = 10.0
 #: Seconds between two inspections of a container whose exit was announced but not yet written down.
-INSPECTION_PERIOD = 0.1
+INSPECTION_INTERVAL_S = 0.1
 #: Seconds between two rounds of removal.
 SWEEP_INTERVAL_S = 60.0
 #: Seconds for which an exited container stays at least, and how many stay longer: a repeated token
 #: finds its task, and its log can be read.
-KEPT = 600.0
+MIN_KEPT_S = 600.0
 KEPT_COUNT = 200
 #: The most exited and handled containers that stay: a position names each of them in 13 bytes, and
 #: is written with every exit. (1,000 exits within ten minutes made it 13 kB.)
-KEPT_MOST = 400
+MAX_KEPT_COUNT = 400
 #: Stops whose reason is remembered until the exit is reported.
-STOPS_REMEMBERED = 10_000
+MAX_STOPS_REMEMBERED = 10_000
 #: Hexadecimal digits of an id in a position:
 #: two of 1,000 containers share them once in 5·10⁸ fleets.
-DIGITS = 12
+ID_DIGITS = 12
 #: Signals by which `docker stop` and `docker kill` end a container.
 _ENDING = frozenset({"2", "9", "15", "SIGINT", "SIGKILL", "SIGTERM"})
 _EVENTS = ("die", "kill")
@@ -61,7 +61,7 @@ class StopNotes(dict[str, StopNote]):
     def begin(self, container_id: str, reason: str) -> StopNote:
         """Notes a stop that begins. The first reason stays."""
         note = self.setdefault(container_id, StopNote(reason))
-        if len(self) > STOPS_REMEMBERED:
+        if len(self) > MAX_STOPS_REMEMBERED:
             del self[next(iter(self))]
         return note
 
@@ -97,7 +97,7 @@ class DockerExits:
     stops: StopNotes
     position: InitVar[DockerPosition]
     _: KW_ONLY
-    kept: float = KEPT
+    kept: float = MIN_KEPT_S
     kept_count: int = KEPT_COUNT
 
     def __post_init__(self, position: DockerPosition) -> None:
@@ -135,28 +135,30 @@ class DockerExits:
             self._list_at = time.monotonic() + LISTING_INTERVAL_S
             self._listed = True
             return await self._list_exited()
-        event = await self._events.next(INSPECTION_PERIOD if self._announced else until_listing_s)
+        event = await self._events.next(
+            INSPECTION_INTERVAL_S if self._announced else until_listing_s
+        )
         if event is not None:
             self._note_event(event)
         return await self._announced_exits()
 
     def with_position(self, end: TaskExit) -> TaskExit:
         """Returns the exit with its position."""
-        handled = frozenset(self._handled | {end.task_id[:DIGITS]})
+        handled = frozenset(self._handled | {end.task_id[:ID_DIGITS]})
         return replace(
             end, detail={**end.detail, "position": str(DockerPosition(self._event_at, handled))}
         )
 
     def mark_handled(self, end: TaskExit) -> DockerPosition:
         """Notes that an exit was handled; returns the position behind it."""
-        self._handled.add(end.task_id[:DIGITS])
+        self._handled.add(end.task_id[:ID_DIGITS])
         return DockerPosition(self._event_at, frozenset(self._handled))
 
     async def _read_past_events(self) -> None:
         """Reads what happened since the last event,
         and the stops before it that may not have ended yet."""
         known_until = self._event_at
-        since = max(0, known_until - int(GRACE_MAX * 1e9))
+        since = max(0, known_until - int(MAX_GRACE_S * 1e9))
         for event in await self.engine.past_events(self.labels, _EVENTS, since):
             if event["Action"] == "kill" or int(event["timeNano"]) >= known_until:
                 self._note_event(event)
@@ -174,9 +176,9 @@ class DockerExits:
     async def _list_exited(self) -> list[TaskExit]:
         """Returns all exits that were not handled, oldest first."""
         ended = await self.engine.find(self.labels, _ENDED)
-        present = {listed["Id"][:DIGITS] for listed in ended}
+        present = {listed["Id"][:ID_DIGITS] for listed in ended}
         self._handled &= present
-        fresh = [listed["Id"] for listed in ended if listed["Id"][:DIGITS] not in self._handled]
+        fresh = [listed["Id"] for listed in ended if listed["Id"][:ID_DIGITS] not in self._handled]
         if fresh:  # the stream may still hold the events that say who stopped them
             await self._read_past_events()
         ends = []
@@ -191,7 +193,7 @@ class DockerExits:
         """Returns the exits that an event announced, as far as the daemon has written them down."""
         ends = []
         for container_id, event in list(self._announced.items()):
-            if container_id[:DIGITS] in self._handled:
+            if container_id[:ID_DIGITS] in self._handled:
                 self._announced.pop(container_id, None)
                 continue
             known = await self.engine.inspect(container_id)
@@ -237,14 +239,14 @@ class DockerExits:
         self._sweep_at = time.monotonic() + SWEEP_INTERVAL_S
         now = time.time()
         for listed in await self.engine.find(self.labels, ("created",)):
-            if now - listed["Created"] > KEPT:
+            if now - listed["Created"] > MIN_KEPT_S:
                 await self.engine.remove(listed["Id"])
         # Read first, so that a container that ends now is in one of the lists.
         running = await self.engine.find(self.labels, _RUNNING)
         ended = await self.engine.find(self.labels, _ENDED)
         ages: list[tuple[float, str]] = []
         for container_id in (listed["Id"] for listed in ended):
-            if container_id[:DIGITS] not in self._handled:
+            if container_id[:ID_DIGITS] not in self._handled:
                 continue
             if container_id not in self._ended_at:
                 known = await self.engine.inspect(container_id)
@@ -254,7 +256,7 @@ class DockerExits:
             ages.append((now - self._ended_at[container_id], container_id))
         ages.sort()
         for rank, (age, container_id) in enumerate(ages):
-            if rank >= KEPT_MOST or (rank >= self.kept_count and age > self.kept):
+            if rank >= MAX_KEPT_COUNT or (rank >= self.kept_count and age > self.kept):
                 await self.engine.remove(container_id)
                 log.info("docker.removed", task=container_id)
         present = {listed["Id"] for listed in ended}

@@ -16,20 +16,26 @@ import structlog
 
 from infra.launchers.docker import container
 from infra.launchers.docker.engine import DockerEngine, Document
-from infra.launchers.docker.exits import KEPT, KEPT_COUNT, DockerExits, DockerPosition, StopNotes
+from infra.launchers.docker.exits import (
+    KEPT_COUNT,
+    MIN_KEPT_S,
+    DockerExits,
+    DockerPosition,
+    StopNotes,
+)
 from infra.node.cgroup import LimitsUnavailable
-from infra.worker_task import GRACE_MAX, LaunchFailed, LaunchSpec, StopFailed, Task, TaskExit
+from infra.worker_task import MAX_GRACE_S, LaunchFailed, LaunchSpec, StopFailed, Task, TaskExit
 
 #: Seconds after which a container that was created but not started counts as abandoned: its launch
 #: died in between. A start takes 0.5 s on 2 idle cores.
-HALF_MADE = 10.0
+ABANDONED_AFTER_S = 10.0
 #: Seconds between two inspections of a container that another launch is about to start.
-INSPECTION_PERIOD = 0.05
-#: Seconds beyond `HALF_MADE` for which a launch goes
+INSPECTION_INTERVAL_S = 0.05
+#: Seconds beyond `ABANDONED_AFTER_S` for which a launch goes
 #: on trying while others of its token come and go.
-RETRY_TIME = 10.0
+RETRY_TIMEOUT_S = 10.0
 #: Seconds the daemon may take to confirm an end after SIGKILL.
-KILL_CONFIRM = 15.0
+KILL_CONFIRM_TIMEOUT_S = 15.0
 
 _RUNNING = ("running", "paused")
 
@@ -47,8 +53,8 @@ class DockerLauncher:
     #: Docker's name of the network from which workers reach Valkey and the brokers.
     network: str = "bridge"
     fleet: str = "berth"
-    half_made: float = HALF_MADE
-    kept: float = KEPT
+    half_made: float = ABANDONED_AFTER_S
+    kept: float = MIN_KEPT_S
     kept_count: int = KEPT_COUNT
 
     def __post_init__(self) -> None:
@@ -68,7 +74,7 @@ class DockerLauncher:
         if not token:
             raise LaunchFailed("a launch needs a token")
         name = container.container_name(self.fleet, token)
-        until = time.monotonic() + self.half_made + RETRY_TIME
+        until = time.monotonic() + self.half_made + RETRY_TIMEOUT_S
         while True:
             known = await self._engine.inspect(name)
             launched = await (self._create(spec, name) if known is None else self._adopt(known))
@@ -79,7 +85,7 @@ class DockerLauncher:
                     f"another launch of worker {spec.config.worker_id} gets in the way"
                 )
             # The daemon takes a name some time before it shows the container.
-            await asyncio.sleep(INSPECTION_PERIOD)
+            await asyncio.sleep(INSPECTION_INTERVAL_S)
 
     async def _create(self, spec: LaunchSpec, name: str) -> Task | None:
         """Returns None when another launch of this token was first."""
@@ -133,7 +139,7 @@ class DockerLauncher:
                 log.warning("docker.half_made_removed", task=known["Id"])
                 await self._engine.remove(known["Id"])
                 return None
-            await asyncio.sleep(INSPECTION_PERIOD)
+            await asyncio.sleep(INSPECTION_INTERVAL_S)
             now = await self._engine.inspect(known["Id"])
             if now is None:
                 return None
@@ -147,17 +153,19 @@ class DockerLauncher:
         note = self._stops.begin(task_id, reason)
         own = float(container.labels_of(known).get(container.GRACE, 0))
         await self._engine.signal(task_id, "SIGTERM")
-        if await self._engine.wait_ended(task_id, own if grace is None else min(grace, GRACE_MAX)):
+        if await self._engine.wait_ended(
+            task_id, own if grace is None else min(grace, MAX_GRACE_S)
+        ):
             return True
         note.forced = True
         log.warning(
             "docker.killed", worker=container.labels_of(known).get(container.WORKER), task=task_id
         )
         await self._engine.signal(task_id, "SIGKILL")
-        if not await self._engine.wait_ended(task_id, KILL_CONFIRM):
+        if not await self._engine.wait_ended(task_id, KILL_CONFIRM_TIMEOUT_S):
             short = task_id[:12]
             raise StopFailed(
-                f"container {short} was killed {KILL_CONFIRM:.0f} s ago and has not ended"
+                f"container {short} was killed {KILL_CONFIRM_TIMEOUT_S:.0f} s ago and has not ended"
             )
         return True
 

@@ -34,15 +34,15 @@ THREADS = 16
 #: Tasks in one page of ListTasks, and in one DescribeTasks.
 TASKS_PER_PAGE = 100
 #: Seconds of one long poll. SQS allows 20, but a running poll delays the end of the process.
-POLL = 3
+POLL_TIMEOUT_S = 3
 #: Messages in one ReceiveMessage, and in one DeleteMessageBatch.
 MESSAGES_PER_CALL = 10
 #: Characters of a stop's reason that ECS takes.
-REASON = 255
+MAX_REASON_LENGTH = 255
 
 _CONFIG = Config(
     connect_timeout=3,
-    read_timeout=POLL + 10,
+    read_timeout=POLL_TIMEOUT_S + 10,
     max_pool_connections=THREADS,
     retries={"mode": "standard", "total_max_attempts": 3},
 )
@@ -72,7 +72,7 @@ class EcsApi:
 
     async def stop(self, task_id: str, reason: str) -> None:
         """Asks ECS to stop the task and does not wait for it. Raises `UnknownTask`."""
-        request = {"cluster": self._cluster, "task": task_id, "reason": reason[:REASON]}
+        request = {"cluster": self._cluster, "task": task_id, "reason": reason[:MAX_REASON_LENGTH]}
         await self._in_thread(lambda: self._ecs.stop_task(**request))
 
     async def task_ids(self, desired: Literal["RUNNING", "STOPPED"]) -> list[str]:
@@ -136,7 +136,7 @@ class EcsApi:
         request = {
             "QueueUrl": self._queue,
             "MaxNumberOfMessages": MESSAGES_PER_CALL,
-            "WaitTimeSeconds": POLL,
+            "WaitTimeSeconds": POLL_TIMEOUT_S,
         }
         answer = await self._in_thread(
             lambda: self._sqs.receive_message(**request), threads=self._polls
@@ -155,7 +155,7 @@ class EcsApi:
             await self._in_thread(call)
 
     async def close(self) -> None:
-        """Waits at most `POLL` seconds for a running poll: a thread cannot be cancelled."""
+        """Waits up to `POLL_TIMEOUT_S` seconds for a running poll: threads cannot be cancelled."""
         self._calls.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._polls.shutdown, wait=True, cancel_futures=True)
         self._ecs.close()

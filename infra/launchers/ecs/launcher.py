@@ -20,7 +20,7 @@ from infra.launchers.ecs.failures import TokenInUse, UnknownTask
 from infra.launchers.ecs.lookup import TaskLookup
 from infra.launchers.ecs.records import EcsRecords, position_time, with_position
 from infra.launchers.ecs.request import client_token, run_task
-from infra.launchers.ecs.task_cache import EXITS_REMEMBERED, STOPPED, SeenTask, TaskCache
+from infra.launchers.ecs.task_cache import MAX_EXITS_REMEMBERED, STOPPED, SeenTask, TaskCache
 from infra.settings import EcsSettings
 from infra.vault import key_file
 from infra.worker_task import (
@@ -38,25 +38,25 @@ from worker_runtime.protocol.errors import BerthError, MalformedMessage
 #: Seconds that a listing stays valid while no events come: another process reads them, or the queue
 #: is out of reach. With more than 1,000 tasks it is a second for each page of 100: ECS allows some
 #: 20 pages a second to all callers together.
-UNFED_PERIOD, UNFED_TASKS = 10.0, 100
+UNFED_INTERVAL_S, UNFED_TASKS_PER_S = 10.0, 100
 #: Seconds since the queue's last answer within
 #: which the cache counts as fed: two long polls and a pause.
-FED = 15.0
+FED_TIMEOUT_S = 15.0
 #: Seconds that a stopped worker gets, unless the caller says otherwise. ECS kills after the
 #: container's own `stopTimeout` (30 by default), whatever we ask for.
 STOP_GRACE_S = 15.0
 #: Seconds beyond the grace for the kill, and until ECS shows it.
-KILL_CONFIRM = 10.0
+KILL_CONFIRM_TIMEOUT_S = 10.0
 #: Seconds between two checks of a stopping task: at first, and at most.
-CHECK_PERIOD, LONGEST_CHECK_PERIOD = 0.5, 3.0
+CHECK_INTERVAL_S, MAX_CHECK_INTERVAL_S = 0.5, 3.0
 #: Seconds for which ECS must deny a task that we did not launch before a stop gives up on it.
-DENIAL = 5.0
+MIN_DENIAL_S = 5.0
 #: Seconds of age from which the task in RunTask's answer is an earlier launch: clocks differ.
-OLD_LAUNCH = 60.0
+OLD_LAUNCH_AGE_S = 60.0
 #: Seconds before a position from which exits are reported again: those of ECS have no common order.
-OVERLAP = 120.0
+OVERLAP_S = 120.0
 #: Unreadable messages that are remembered, to log each once: they come back a few times.
-UNREADABLE_REMEMBERED = 1000
+MAX_UNREADABLE_REMEMBERED = 1000
 
 log = structlog.get_logger()
 
@@ -109,7 +109,7 @@ class EcsQueue:
         if message_id in self._unreadable:
             return
         self._unreadable[message_id] = None
-        if len(self._unreadable) > UNREADABLE_REMEMBERED:
+        if len(self._unreadable) > MAX_UNREADABLE_REMEMBERED:
             self._unreadable.pop(next(iter(self._unreadable)))
         log.error("ecs_event_unreadable", message_id=message_id, reason=reason[:200])
 
@@ -119,7 +119,7 @@ class EcsLauncher:
     SQS gives a message to one reader."""
 
     def __init__(
-        self, settings: EcsSettings, api: EcsApi, launch_key: bytes, *, denial: float = DENIAL
+        self, settings: EcsSettings, api: EcsApi, launch_key: bytes, *, denial: float = MIN_DENIAL_S
     ) -> None:
         """Closes `api` with itself."""
         self._settings = settings
@@ -166,7 +166,7 @@ class EcsLauncher:
         if not self._tasks.has_ended(task_id):
             self._tasks.note_launched(task_id, time.monotonic())
         self._apply(seen)
-        if seen.task.launched_at < began - OLD_LAUNCH:
+        if seen.task.launched_at < began - OLD_LAUNCH_AGE_S:
             # A repeat: ECS describes the task as it was launched. It may have ended since.
             await self._lookup.is_known(task_id)
         return seen.task
@@ -187,8 +187,8 @@ class EcsLauncher:
         except UnknownTask:
             log.info("ecs_stop_of_unknown_task", task_id=task_id)
         began = time.monotonic()
-        deadline = began + (STOP_GRACE_S if grace is None else grace) + KILL_CONFIRM
-        pause = CHECK_PERIOD
+        deadline = began + (STOP_GRACE_S if grace is None else grace) + KILL_CONFIRM_TIMEOUT_S
+        pause = CHECK_INTERVAL_S
         while True:
             denied = not await self._lookup.is_known(task_id)
             if self._tasks.has_ended(task_id):
@@ -201,7 +201,7 @@ class EcsLauncher:
                 obstacle = "not visible in ECS yet" if denied else "not stopped"
                 raise StopFailed(f"task {task_id}: {obstacle} after {now - began:.0f} s")
             await asyncio.sleep(min(pause, self._denial))
-            pause = min(pause * 1.5, LONGEST_CHECK_PERIOD)
+            pause = min(pause * 1.5, MAX_CHECK_INTERVAL_S)
 
     async def is_running(self, task_id: str) -> bool | None:
         if self._tasks.has_ended(task_id):  # STOPPED is final
@@ -230,7 +230,7 @@ class EcsLauncher:
         With `after`, exits of the two minutes before it are reported again. The queue's message
         goes when its exit was handled.
         """
-        await self._collect_missed(position_time(after) - OVERLAP if after else 0.0)
+        await self._collect_missed(position_time(after) - OVERLAP_S if after else 0.0)
         while True:
             while self._unhandled:
                 end = next(iter(self._unhandled.values()))
@@ -272,7 +272,7 @@ class EcsLauncher:
         end = self._tasks.apply(seen)
         if end is not None:
             self._unhandled[end.task_id] = end
-            if len(self._unhandled) > EXITS_REMEMBERED:  # nobody reads them
+            if len(self._unhandled) > MAX_EXITS_REMEMBERED:  # nobody reads them
                 self._unhandled.pop(next(iter(self._unhandled)))
 
     async def _refresh(self) -> None:
@@ -285,8 +285,8 @@ class EcsLauncher:
 
     def _is_fresh(self) -> bool:
         now = time.monotonic()
-        fed = now - self._fed_at < FED
-        unfed = max(UNFED_PERIOD, len(self._tasks.running_ids()) / UNFED_TASKS)
+        fed = now - self._fed_at < FED_TIMEOUT_S
+        unfed = max(UNFED_INTERVAL_S, len(self._tasks.running_ids()) / UNFED_TASKS_PER_S)
         return now - self._listed_at < (self._period if fed else min(self._period, unfed))
 
     async def _list_all(self) -> None:

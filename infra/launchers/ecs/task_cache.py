@@ -12,11 +12,11 @@ from infra.worker_task import Task, TaskExit
 
 STOPPED = "STOPPED"
 #: Seconds after its launch during which ECS may not show a task yet: it advises up to five minutes.
-SETTLING = 300.0
+SETTLING_TIME_S = 300.0
 #: Seconds between two denials that make a task a lost one.
-DENIALS_APART = 60.0
+MIN_DENIAL_GAP_S = 60.0
 #: Exits that are remembered, to recognize repeats. ECS shows each for an hour.
-EXITS_REMEMBERED = 20_000
+MAX_EXITS_REMEMBERED = 20_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class TaskCache:
                 del self._by_worker[seen.task.worker_id]
         self._launched.pop(task_id, None)
         self._ended[task_id] = seen
-        if len(self._ended) > EXITS_REMEMBERED:
+        if len(self._ended) > MAX_EXITS_REMEMBERED:
             forgotten = self._ended.pop(next(iter(self._ended)))
             self._by_token.pop(forgotten.token, None)
         return seen.end
@@ -87,11 +87,11 @@ class TaskCache:
         denied now and a minute ago, and not launched just now."""
         if (
             task_id not in self._running
-            or now - self._launched.get(task_id, now - SETTLING) < SETTLING
+            or now - self._launched.get(task_id, now - SETTLING_TIME_S) < SETTLING_TIME_S
         ):
             return None
         first = self._denied.setdefault(task_id, now)
-        return self._running[task_id] if now - first >= DENIALS_APART else None
+        return self._running[task_id] if now - first >= MIN_DENIAL_GAP_S else None
 
     def running(self) -> list[Task]:
         return sorted(

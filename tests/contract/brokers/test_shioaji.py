@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from infra.berth_testing.harness import STANDSTILL, HeardOrders, order, until
+from infra.berth_testing.harness import MAX_STANDSTILL_S, HeardOrders, order, until
 from tests.support.brokers.shioaji_client import KEYS, REAL, WITH_CERTIFICATE, ShioajiStage, fails
 from tests.support.brokers.shioaji_reports import make_deal_event, make_order_event, make_trade
 from worker_runtime.brokers.port import ConnectionKey
@@ -399,7 +399,7 @@ def test_closing_logs_out_once_within_a_second_even_if_the_broker_does_not_answe
     started = time.monotonic()
     broker.close()
     broker.close()
-    assert time.monotonic() - started < 1.0 + STANDSTILL
+    assert time.monotonic() - started < 1.0 + MAX_STANDSTILL_S
     until(lambda: "logout" in setting.client.names())
     assert setting.client.names().count("logout") == 1
     with pytest.raises(SessionDown):

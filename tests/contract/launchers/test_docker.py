@@ -11,7 +11,12 @@ import pytest
 from testcontainers.core.container import DockerContainer
 
 from infra.launchers.docker import container
-from infra.worker_task import MEMORY_HARD, MEMORY_SOFT, LauncherUnreachable, LaunchFailed
+from infra.worker_task import (
+    MEMORY_HARD_BYTES,
+    MEMORY_SOFT_BYTES,
+    LauncherUnreachable,
+    LaunchFailed,
+)
 from tests.support.launchers.exits import read_exits
 from tests.support.launchers.harnesses import DockerLauncherHarness
 from tests.support.launchers.node_process import PATIENCE
@@ -33,10 +38,10 @@ async def test_a_container_has_the_limits_of_a_worker_and_no_rights(
     host = inspected["HostConfig"]
     assert (host["CpuShares"], host["MemoryReservation"], host["Memory"]) == (
         64,
-        MEMORY_SOFT,
-        MEMORY_HARD,
+        MEMORY_SOFT_BYTES,
+        MEMORY_HARD_BYTES,
     )
-    assert host["MemorySwap"] == MEMORY_HARD
+    assert host["MemorySwap"] == MEMORY_HARD_BYTES
     assert host["ReadonlyRootfs"]
     assert not host["Privileged"]
     assert host["RestartPolicy"]["Name"] == "no"
@@ -58,7 +63,7 @@ async def test_a_container_has_the_limits_of_a_worker_and_no_rights(
     hard = next(
         group / name for name in ("memory.max", "memory.limit_in_bytes") if (group / name).exists()
     )
-    assert int(hard.read_text()) == MEMORY_HARD
+    assert int(hard.read_text()) == MEMORY_HARD_BYTES
 
 
 async def test_no_secret_is_seen_from_outside(docker_harness: DockerLauncherHarness) -> None:

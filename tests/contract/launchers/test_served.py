@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from infra.launchers.process import ProcessLauncher
-from infra.node.protocol import BEAT_PERIOD, NodeStatus
+from infra.node.protocol import BEAT_INTERVAL_S, NodeStatus
 from infra.worker_task import LauncherUnreachable, LaunchFailed
 from tests.support.launchers.exits import read_exits
 from tests.support.launchers.harnesses import ServedLauncherHarness
@@ -90,7 +90,7 @@ async def test_it_knows_at_once_when_the_last_orchestrator_has_gone(
     watching.cancel()
     began = time.monotonic()
     await until(lambda: not served.server.has_clients, "the end of the watch")
-    assert time.monotonic() - began < BEAT_PERIOD  # it need not write to find out
+    assert time.monotonic() - began < BEAT_INTERVAL_S  # it need not write to find out
 
 
 async def test_a_node_in_a_container_ends_its_workers_gracefully_before_itself(

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from activities.pool import entries
 from infra.lab.bench.fleet.simulated.calls import SimulatedConnections
-from infra.lab.bench.fleet.simulated.keeper import SimulatedKeeper
+from infra.lab.bench.fleet.simulated.supervisor import SimulatedSupervisor
 from infra.lab.bench.fleet.simulated.worker import SimulatedBehaviour
 from infra.launchers.process import ProcessLauncher
 from infra.local.servers import ValkeyServer
@@ -148,8 +148,8 @@ async def _harness(
     server: ValkeyServer, folder: Path, habits: SimulatedBehaviour
 ) -> AsyncIterator[SimulatedHarness]:
     link = SimulatedConnections(server.url)
-    keeper = SimulatedKeeper(link, habits)
-    node = NodeServer(keeper, keeper, limits="none")
+    supervisor = SimulatedSupervisor(link, habits)
+    node = NodeServer(supervisor, supervisor, limits="none")
     socket = folder / "node.sock"
     await node.start(listen(socket))
     client: Any = valkey.connect_valkey(server.url, socket_timeout=15.0)
@@ -161,7 +161,7 @@ async def _harness(
         await launcher.close()
         await client.aclose()
         await node.close()
-        await keeper.close()
+        await supervisor.close()
         await link.close()
 
 

@@ -22,7 +22,7 @@ from infra.local.process import HOST, free_port
 from infra.local.servers import PostgresServer, ValkeyServer
 from infra.recovery.backup import make_backup
 from infra.recovery.encryption import make_identity
-from infra.recovery.log_follower import PERIOD_S
+from infra.recovery.log_follower import CHECK_INTERVAL_S
 from infra.recovery.unpack import unpack_backup
 from infra.settings import Settings
 from infra.valkey.client import connect_valkey, reply_of
@@ -267,7 +267,7 @@ def test_while_the_medium_is_away_the_spool_is_bounded_and_what_is_lost_is_said(
             if "log_spool_full" in follower.logged():
                 break
             write_log(server, 1)
-            time.sleep(PERIOD_S)
+            time.sleep(CHECK_INTERVAL_S)
         follower.wait_paused()
         assert "log_spool_full" in follower.logged()
         # Received since the last look: at most two files, and the one that is being written.

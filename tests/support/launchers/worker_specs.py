@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from infra.worker_task import MEMORY_HARD, MEMORY_SOFT, LaunchSpec
+from infra.worker_task import MEMORY_HARD_BYTES, MEMORY_SOFT_BYTES, LaunchSpec
 from worker_runtime.protocol.launch import WorkerConfig
 
 #: In every config; must never be seen outside of the worker's standard input.
@@ -13,7 +13,7 @@ def spec(
     worker_id: str,
     behaviour: str = "plain",
     *,
-    memory_hard: int = MEMORY_HARD,
+    memory_hard: int = MEMORY_HARD_BYTES,
 ) -> LaunchSpec:
     """A stand-in worker; see `stand_in_worker.py` for what it can do. `memory_hard` is in bytes."""
     return LaunchSpec(
@@ -25,6 +25,6 @@ def spec(
             orchestrator_keys=(bytes(32),),
             version=behaviour,
         ),
-        memory_soft=min(memory_hard, MEMORY_SOFT),
+        memory_soft=min(memory_hard, MEMORY_SOFT_BYTES),
         memory_hard=memory_hard,
     )

@@ -36,7 +36,7 @@ from infra.database import accounts, api_keys
 from infra.database.dead_letters import DeadLetters
 from infra.database.models import WorkerTransition
 from infra.lab.bench.fleet.simulated.calls import SimulatedConnections
-from infra.lab.bench.fleet.simulated.keeper import SimulatedKeeper
+from infra.lab.bench.fleet.simulated.supervisor import SimulatedSupervisor
 from infra.lab.bench.fleet.simulated.worker import SimulatedBehaviour
 from infra.market.calendar import HOME_ZONE
 from infra.node.address import listen
@@ -232,9 +232,9 @@ async def moved_system(
     async with AsyncExitStack() as stack:
         link = SimulatedConnections(settings.valkey_url)
         stack.push_async_callback(link.close)
-        keeper = SimulatedKeeper(link, SimulatedBehaviour(start=0.0, connect=0.0))
-        stack.push_async_callback(keeper.close)
-        node = NodeServer(keeper, keeper, limits="none")
+        supervisor = SimulatedSupervisor(link, SimulatedBehaviour(start=0.0, connect=0.0))
+        stack.push_async_callback(supervisor.close)
+        node = NodeServer(supervisor, supervisor, limits="none")
         await node.start(listen(settings.node_socket))
         stack.push_async_callback(node.close)
         parts = await stack.enter_async_context(open_resources(settings))

@@ -13,7 +13,7 @@ from activities.events.mark_watcher import (
     SIGNAL_RETRY_INTERVAL_S,
     MissingMarkTracker,
 )
-from activities.maintenance.anomalies import FEW, MANY
+from activities.maintenance.anomalies import MAX_ANOMALIES_WITHOUT_OUTAGE, MIN_OUTAGE_SHARE
 from infra.database.workers.sessions import WorkerInService
 
 CONFIRM, SETTLE, PERIOD = 5.0, 30.0, 2.0
@@ -256,7 +256,9 @@ def test_a_signalled_worker_was_missing_at_every_check_of_a_quiet_time(
         }
         for watched in absences.update(now, generation, marks):
             number = workers.index(watched)
-            few = len(gone) <= FEW or len(gone) < MANY * len(workers)
+            few = len(gone) <= MAX_ANOMALIES_WITHOUT_OUTAGE or len(gone) < MIN_OUTAGE_SHARE * len(
+                workers
+            )
             min_absence_s = CONFIRM if few else max(CONFIRM, settle / 3)
             began, confirmed = now, False
             for at, seen_generation, seen_gone in reversed(history):

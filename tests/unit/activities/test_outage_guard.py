@@ -6,7 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from activities.maintenance.anomalies import FEW, OLD, ScanSummary, guard_reason
+from activities.maintenance.anomalies import (
+    MAX_ANOMALIES_WITHOUT_OUTAGE,
+    MAX_PASS_AGE_S,
+    ScanSummary,
+    guard_reason,
+)
 from infra.database.workers.passes import PassBasis, PassRecord
 
 PLACE = PassBasis(generation="g", server="s", tasks=100)
@@ -25,7 +30,7 @@ def test_in_quiet_times_it_may_act() -> None:
         (replace(SCAN, place=replace(PLACE, generation="h")), BEFORE, "the generation has changed"),
         (replace(SCAN, place=replace(PLACE, server="t")), BEFORE, "Valkey was restarted"),
         (SCAN, None, "the first pass in a while"),
-        (SCAN, replace(BEFORE, age=OLD + 1), "the first pass in a while"),
+        (SCAN, replace(BEFORE, age=MAX_PASS_AGE_S + 1), "the first pass in a while"),
         (
             SCAN,
             replace(BEFORE, place=PassBasis(), guarded="Valkey could not be read"),
@@ -69,6 +74,16 @@ def test_an_operator_overrides_what_looks_odd_but_not_what_cannot_be_compared(
 
 
 def test_a_few_odd_workers_are_no_outage_however_small_the_fleet() -> None:
-    small = replace(SCAN, size=4, in_service=4, anomalies=FEW, unmarked=FEW, unlisted=FEW)
+    small = replace(
+        SCAN,
+        size=4,
+        in_service=4,
+        anomalies=MAX_ANOMALIES_WITHOUT_OUTAGE,
+        unmarked=MAX_ANOMALIES_WITHOUT_OUTAGE,
+        unlisted=MAX_ANOMALIES_WITHOUT_OUTAGE,
+    )
     assert guard_reason(small, BEFORE) == ""
-    assert guard_reason(replace(small, anomalies=FEW + 1), BEFORE) == "too many anomalies at once"
+    assert (
+        guard_reason(replace(small, anomalies=MAX_ANOMALIES_WITHOUT_OUTAGE + 1), BEFORE)
+        == "too many anomalies at once"
+    )

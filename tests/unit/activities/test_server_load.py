@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from activities.events.quota_watcher import (
     BUSY_SHARE,
-    CHANGED_BYTES,
-    MORE_CONNECTIONS,
+    MIN_MEMORY_CHANGE_BYTES,
+    MIN_NEW_CONNECTIONS,
     RATE_SPAN_S,
     ServerLoad,
     Totals,
@@ -30,7 +30,7 @@ def test_a_quiet_server_is_not_asked_for_its_clients() -> None:
 def test_connections_that_come_right_after_a_read_are_looked_at_when_it_may_be_repeated() -> None:
     load = ServerLoad()
     listed(load, 0.0, totals())
-    many = totals(connections=10 + MORE_CONNECTIONS + 1)
+    many = totals(connections=10 + MIN_NEW_CONNECTIONS + 1)
     assert not load.needs_list(RATE_SPAN_S / 3, many, BUSY_SHARE), "it was read just before"
     assert load.needs_list(RATE_SPAN_S, many, BUSY_SHARE)
     listed(load, RATE_SPAN_S, many)
@@ -39,14 +39,14 @@ def test_connections_that_come_right_after_a_read_are_looked_at_when_it_may_be_r
 
 def test_connections_are_compared_with_the_fewest_since_the_last_read() -> None:
     load = ServerLoad()
-    listed(load, 0.0, totals(connections=MORE_CONNECTIONS))
+    listed(load, 0.0, totals(connections=MIN_NEW_CONNECTIONS))
     assert not load.needs_list(1.0, totals(connections=0), BUSY_SHARE)
-    assert load.needs_list(2.0, totals(connections=MORE_CONNECTIONS + 1), BUSY_SHARE)
+    assert load.needs_list(2.0, totals(connections=MIN_NEW_CONNECTIONS + 1), BUSY_SHARE)
 
 
 def test_a_read_that_failed_is_repeated() -> None:
     load = ServerLoad()
-    full = totals(used=CHANGED_BYTES + 1)
+    full = totals(used=MIN_MEMORY_CHANGE_BYTES + 1)
     assert load.needs_list(1.0, full, BUSY_SHARE)
     load.note_asked(1.0)
     assert not load.needs_list(1.0 + RATE_SPAN_S / 3, full, BUSY_SHARE), "not at once"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infra.alerts.book import MAX_ALERTS, MAX_LINES_PER_MESSAGE, QUIET, AlertBook
+from infra.alerts.book import MAX_ALERTS, MAX_LINES_PER_MESSAGE, QUIET_TIME_S, AlertBook
 from worker_runtime.jobs.protocol.catalog import SendEmail, make_job
 
 WINDOW, LIMIT = 900.0, 4
@@ -74,7 +74,7 @@ def test_a_condition_alerts_when_it_has_held_and_when_it_is_over() -> None:
     assert "3 of x|a (since " in harness.look()[0]
     assert harness.look() == []
     harness.holding.clear()
-    assert harness.look(after=QUIET - 1) == []
+    assert harness.look(after=QUIET_TIME_S - 1) == []
     assert [line.split()[0] for line in harness.look(after=1)] == ["OVER"]
     assert harness.book.alerts == {}
 
@@ -83,7 +83,9 @@ def test_a_condition_that_held_for_a_moment_does_not_alert() -> None:
     harness = BookHarness(wait=25.0, holding={"x|a": 3})
     harness.look()
     harness.holding.clear()
-    assert harness.look(after=QUIET - 1) == [], "nobody has seen it for as long as it must hold"
+    assert harness.look(after=QUIET_TIME_S - 1) == [], (
+        "nobody has seen it for as long as it must hold"
+    )
     assert harness.look(after=1) == []
     assert harness.book.alerts == {}
 
@@ -113,10 +115,10 @@ def test_a_condition_that_nobody_can_read_is_not_over() -> None:
     harness = BookHarness(holding={"postgresql|a": 1})
     assert len(harness.look()) == 1
     harness.holding, harness.down = {}, {"postgresql"}
-    assert harness.look(after=10 * QUIET) == []
+    assert harness.look(after=10 * QUIET_TIME_S) == []
     harness.down = set()
     assert harness.look() == []
-    assert harness.look(after=QUIET)[0].startswith("OVER ")
+    assert harness.look(after=QUIET_TIME_S)[0].startswith("OVER ")
 
 
 def test_beyond_the_limit_everything_waits_for_one_message() -> None:
@@ -130,7 +132,7 @@ def test_beyond_the_limit_everything_waits_for_one_message() -> None:
         harness.error(f"more{number}", count=3)
         assert harness.look() == []
     harness.holding.clear()
-    assert harness.look(after=QUIET) == []
+    assert harness.look(after=QUIET_TIME_S) == []
     lines = harness.look(after=3600.0)
     assert sum("(3 since" in line for line in lines) == 10
     assert [line for line in lines if line.startswith("OVER ")], (

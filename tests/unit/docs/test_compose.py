@@ -14,9 +14,9 @@ import yaml
 
 from infra.images.requirements import wanted
 from infra.local.servers import NO_PARAMETERS, TemporalServer
-from infra.node.protocol import KILL_CONFIRM
+from infra.node.protocol import KILL_CONFIRM_TIMEOUT_S
 from infra.settings import Settings
-from infra.worker_task import GRACE_MAX
+from infra.worker_task import MAX_GRACE_S
 from tests.support.systems.compose_file import FLEETS, ROOT
 from worker_runtime.jobs.protocol import catalog
 from workflows.names import LIFECYCLE_QUEUE, SEARCH_ATTRIBUTES
@@ -317,7 +317,7 @@ def test_the_node_ends_its_workers_before_its_container_stops(compose: dict[str,
         next(target for source, target in _mounted(node) if source == "node-socket") + "/node.sock"
     )
     assert "--contained" in node["command"]
-    assert _seconds(node["stop_grace_period"]) > GRACE_MAX + KILL_CONFIRM
+    assert _seconds(node["stop_grace_period"]) > MAX_GRACE_S + KILL_CONFIRM_TIMEOUT_S
     assert node["healthcheck"]["test"][-1] == socket
 
 

@@ -22,7 +22,7 @@ from joserfc import jwt
 from joserfc.jwk import KeySet
 
 from infra.compose.temporal_tokens import (
-    LIFETIME,
+    LIFETIME_S,
     SYSTEM_ADMIN,
     ensure_tokens,
     worker_permissions,
@@ -219,12 +219,12 @@ def test_tokens_end_and_are_made_anew_in_time(
     permissions = {tokens["worker"]: worker_permissions("default"), tokens["admin"]: SYSTEM_ADMIN}
     now = time.time()
     for path in permissions:
-        assert expiry_of(path.read_text()) == pytest.approx(now + LIFETIME, abs=60)
-    monkeypatch.setattr(time, "time", lambda: now + LIFETIME / 2 - 60)
+        assert expiry_of(path.read_text()) == pytest.approx(now + LIFETIME_S, abs=60)
+    monkeypatch.setattr(time, "time", lambda: now + LIFETIME_S / 2 - 60)
     assert ensure_tokens(key_set, permissions) == []
-    monkeypatch.setattr(time, "time", lambda: now + LIFETIME / 2 + 60)
+    monkeypatch.setattr(time, "time", lambda: now + LIFETIME_S / 2 + 60)
     assert ensure_tokens(key_set, permissions) == list(permissions)
-    assert expiry_of(tokens["worker"].read_text()) > now + LIFETIME
+    assert expiry_of(tokens["worker"].read_text()) > now + LIFETIME_S
     # Those of a release before had no end.
     head, _, signature = tokens["worker"].read_text().split(".")
     tokens["worker"].write_text(".".join((head, "e30", signature)))

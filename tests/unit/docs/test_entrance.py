@@ -1,4 +1,5 @@
-"""AGENTS.md, the docstrings of packages and the pages `reading-*.md` say what is in the source."""
+"""AGENTS.md, the page "Where is what", the docstrings of packages and the pages `reading-*.md` say
+what is in the source."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 AGENTS = ROOT / "AGENTS.md"
+WHERE_IS_WHAT = ROOT / "docs" / "how-it-works" / "where-is-what.md"
 #: Pages whose code is copied from the source.
 READING = sorted((ROOT / "docs" / "how-it-works").glob("reading-*.md"))
 PRODUCT = ("activities", "api", "infra", "worker_runtime", "workflows")
@@ -107,14 +109,24 @@ def test_agents_md_is_short_enough_to_be_read() -> None:
     assert len(AGENTS.read_text(encoding="utf-8").splitlines()) <= MAX_AGENTS_LINES
 
 
-def test_every_path_that_agents_md_names_exists() -> None:
-    text = AGENTS.read_text(encoding="utf-8")
+def test_agents_md_leads_to_the_longer_page() -> None:
+    path = str(WHERE_IS_WHAT.relative_to(ROOT))
+    assert f"]({path})" in AGENTS.read_text(encoding="utf-8")
+
+
+indexes = pytest.mark.parametrize("page", [AGENTS, WHERE_IS_WHAT], ids=lambda page: page.stem)
+
+
+@indexes
+def test_every_path_that_an_index_names_exists(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
     assert len(_paths_in(text)) > 30
     assert _missing_paths(text) == set()
 
 
-def test_every_name_that_agents_md_gives_after_a_python_file_is_defined_there() -> None:
-    text = AGENTS.read_text(encoding="utf-8")
+@indexes
+def test_every_name_that_an_index_gives_after_a_python_file_is_defined_there(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
     named = re.findall(r"`([\w/]+\.py)` \(((?:`[\w.]+`(?:, )?)+)\)", text)
     assert len(named) > 10
     undefined = [
@@ -124,6 +136,21 @@ def test_every_name_that_agents_md_gives_after_a_python_file_is_defined_there() 
         if _python_lines((ROOT / path).read_text(encoding="utf-8"), name) is None
     ]
     assert undefined == []
+
+
+SECURITY = ROOT / "docs" / "how-it-works" / "security.md"
+
+
+def test_every_test_that_the_page_of_security_names_exists() -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", SECURITY.read_text(encoding="utf-8"))
+    assert len(named) > 100
+    missing = [
+        f"{path}::{name}"
+        for path, name in named
+        if not (ROOT / path).is_file()
+        or f"def {name}(" not in (ROOT / path).read_text(encoding="utf-8")
+    ]
+    assert missing == []
 
 
 # --- packages -------------------------------------------------------------------------------------

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.hosts.scaling import WORKERS_PER_HOST, Host, plan_hosts, warm_hosts
-from infra.worker_task import CPU_UNITS, MEMORY_SOFT
+from infra.worker_task import CPU_UNITS, MEMORY_SOFT_BYTES
 
 
 def test_a_host_takes_32_workers_by_cpu_and_42_by_memory_and_gets_30() -> None:
-    assert (2048 // CPU_UNITS, 16 * 1024**3 // MEMORY_SOFT, WORKERS_PER_HOST) == (32, 42, 30)
+    assert (2048 // CPU_UNITS, 16 * 1024**3 // MEMORY_SOFT_BYTES, WORKERS_PER_HOST) == (32, 42, 30)
 
 
 @given(

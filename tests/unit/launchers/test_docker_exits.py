@@ -12,7 +12,13 @@ from typing import Any
 import pytest
 
 from infra.launchers.docker import container
-from infra.launchers.docker.exits import DIGITS, KEPT_MOST, DockerExits, DockerPosition, StopNotes
+from infra.launchers.docker.exits import (
+    ID_DIGITS,
+    MAX_KEPT_COUNT,
+    DockerExits,
+    DockerPosition,
+    StopNotes,
+)
 
 
 class EmptyEventStream:
@@ -152,7 +158,9 @@ async def handle_all(exits: DockerExits) -> DockerPosition:
 
 async def test_of_many_ends_within_ten_minutes_the_newest_stay_in_the_position() -> None:
     daemon = ExitedContainers(550)
-    newest = sorted(daemon.ended, key=lambda name: daemon.ended[name], reverse=True)[:KEPT_MOST]
+    newest = sorted(daemon.ended, key=lambda name: daemon.ended[name], reverse=True)[
+        :MAX_KEPT_COUNT
+    ]
     async with listener(daemon, DockerPosition()) as exits:
         position = await handle_all(exits)
         assert len(position.handled) == 550
@@ -164,19 +172,19 @@ async def test_of_many_ends_within_ten_minutes_the_newest_stay_in_the_position()
     async with listener(daemon, position) as exits:
         (end,) = await exits.next_exits()
         position = exits.mark_handled(end)
-    assert position.handled == {name[:DIGITS] for name in daemon.ended}
-    assert len(str(position)) <= (DIGITS + 1) * (KEPT_MOST + 1) + 30
+    assert position.handled == {name[:ID_DIGITS] for name in daemon.ended}
+    assert len(str(position)) <= (ID_DIGITS + 1) * (MAX_KEPT_COUNT + 1) + 30
 
 
 async def test_an_end_that_was_not_handled_stays_however_many_are_newer() -> None:
-    daemon = ExitedContainers(KEPT_MOST + 3)
+    daemon = ExitedContainers(MAX_KEPT_COUNT + 3)
     async with listener(daemon, DockerPosition()) as exits:
         oldest, *others = await exits.next_exits()
         for end in others:
             exits.mark_handled(end)
         assert await exits.next_exits() == []
     assert oldest.task_id in daemon.ended
-    assert len(daemon.ended) == KEPT_MOST + 1
+    assert len(daemon.ended) == MAX_KEPT_COUNT + 1
 
 
 async def next_end(exits: DockerExits) -> tuple[str, str]:

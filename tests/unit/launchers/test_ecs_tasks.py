@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from infra.launchers.ecs.records import with_position
 from infra.launchers.ecs.task_cache import (
-    DENIALS_APART,
-    EXITS_REMEMBERED,
-    SETTLING,
+    MAX_EXITS_REMEMBERED,
+    MIN_DENIAL_GAP_S,
+    SETTLING_TIME_S,
     STOPPED,
     SeenTask,
     TaskCache,
@@ -72,8 +72,8 @@ def test_one_denial_loses_nobody_and_a_second_does_after_a_minute() -> None:
     tasks = TaskCache()
     tasks.apply(seen())
     assert tasks.note_denied("task-1", 1000.0) is None
-    assert tasks.note_denied("task-1", 1000.0 + DENIALS_APART / 2) is None
-    assert tasks.note_denied("task-1", 1000.0 + DENIALS_APART) == seen()
+    assert tasks.note_denied("task-1", 1000.0 + MIN_DENIAL_GAP_S / 2) is None
+    assert tasks.note_denied("task-1", 1000.0 + MIN_DENIAL_GAP_S) == seen()
     tasks.apply(seen(version=2))
     assert tasks.note_denied("task-1", 2000.0) is None  # it was there in between: counted anew
 
@@ -82,10 +82,10 @@ def test_a_launch_of_our_own_is_not_lost_while_ecs_may_not_show_it() -> None:
     tasks = TaskCache()
     tasks.note_launched("task-1", 1000.0)
     tasks.apply(seen())
-    for moment in (1001.0, 1100.0, 1000.0 + SETTLING - 1):
+    for moment in (1001.0, 1100.0, 1000.0 + SETTLING_TIME_S - 1):
         assert tasks.note_denied("task-1", moment) is None
-    assert tasks.note_denied("task-1", 1000.0 + SETTLING) is None
-    assert tasks.note_denied("task-1", 1000.0 + SETTLING + DENIALS_APART) is not None
+    assert tasks.note_denied("task-1", 1000.0 + SETTLING_TIME_S) is None
+    assert tasks.note_denied("task-1", 1000.0 + SETTLING_TIME_S + MIN_DENIAL_GAP_S) is not None
 
 
 def test_an_ended_task_keeps_its_token_and_is_never_denied() -> None:
@@ -99,7 +99,7 @@ def test_an_ended_task_keeps_its_token_and_is_never_denied() -> None:
 
 def test_old_ends_are_forgotten_in_the_end() -> None:
     tasks = TaskCache()
-    for number in range(EXITS_REMEMBERED + 1):
+    for number in range(MAX_EXITS_REMEMBERED + 1):
         tasks.apply(seen(number, 1, STOPPED))
     assert not tasks.has_ended("task-0")
     assert tasks.of_token("token-0") is None

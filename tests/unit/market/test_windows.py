@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.market.calendar import Calendar, Hours
-from infra.market.windows import AHEAD, Days, Window, ZoneUnknown, current_window, zone_of
+from infra.market.windows import LOOK_AHEAD_DAYS, Days, Window, ZoneUnknown, current_window, zone_of
 
 HOME_ZONE = zone_of("Asia/Taipei")
 WEEK = frozenset(range(7))
@@ -127,7 +127,7 @@ def test_nothing_changes_before_the_returned_time(
 ) -> None:
     """And something does at that time, but for a window that begins again when it ends."""
     now, until = current_window(hours, CALENDAR, moment)
-    horizon = (AHEAD - 2) * timedelta(days=1).total_seconds()
+    horizon = (LOOK_AHEAD_DAYS - 2) * timedelta(days=1).total_seconds()
     if until is None:
         assert current_window(hours, CALENDAR, moment + between * horizon)[0] == now
         return

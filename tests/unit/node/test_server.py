@@ -1,4 +1,4 @@
-"""The node's server and keeper in this process: very many workers, and tasks that are hard to
+"""The node's server and supervisor in this process: very many workers, and tasks that are hard to
 end."""
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from structlog.testing import capture_logs
 from infra.alerts.errors import collector
 from infra.launchers.process import ProcessLauncher
 from infra.local.components import NodeComponent
-from infra.node.keeper import Keeper
-from infra.node.protocol import MAX_LINE, StopTask, TaskList
+from infra.node.protocol import MAX_LINE_BYTES, StopTask, TaskList
 from infra.node.register import NodeRegister
 from infra.node.server import NodeServer
+from infra.node.supervisor import NodeSupervisor
 from infra.settings import Settings
 from infra.worker_task import LauncherUnreachable, Task
 from worker_runtime.protocol.messages import MAX_MESSAGE_BYTES, encode
@@ -44,7 +44,7 @@ async def _swallow_one_cancellation(begun: asyncio.Event) -> None:
     await asyncio.Event().wait()
 
 
-class CrowdedKeeper(Keeper):
+class CrowdedSupervisor(NodeSupervisor):
     """Keeps five thousand workers, and never finishes stopping one."""
 
     def __init__(self, folder: Path, register: NodeRegister) -> None:
@@ -68,23 +68,23 @@ def settings(tmp_path: Path) -> Settings:
 
 
 @asynccontextmanager
-async def serving(settings: Settings) -> AsyncIterator[tuple[CrowdedKeeper, NodeServer]]:
+async def serving(settings: Settings) -> AsyncIterator[tuple[CrowdedSupervisor, NodeServer]]:
     register = NodeRegister(settings.data_dir / "state.db")
-    keeper = CrowdedKeeper(settings.data_dir, register)
-    server = NodeServer(keeper, register, limits="none")
+    supervisor = CrowdedSupervisor(settings.data_dir, register)
+    server = NodeServer(supervisor, register, limits="none")
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(settings.node_socket))
         listening.listen()
         await server.start(listening)
         try:
-            yield keeper, server
+            yield supervisor, server
         finally:
             await server.close()
             register.close()
 
 
 async def test_a_list_of_five_thousand_workers_arrives_whole(settings: Settings) -> None:
-    assert len(encode(TaskList(tasks=MANY))) > max(MAX_LINE, MAX_MESSAGE_BYTES)
+    assert len(encode(TaskList(tasks=MANY))) > max(MAX_LINE_BYTES, MAX_MESSAGE_BYTES)
     async with serving(settings):
         assert await ProcessLauncher(settings.node_socket).list() == MANY
         node = NodeComponent(settings.data_dir, settings)
@@ -94,10 +94,10 @@ async def test_a_list_of_five_thousand_workers_arrives_whole(settings: Settings)
 async def test_a_request_that_swallows_a_cancellation_does_not_hold_up_the_node_s_end(
     settings: Settings,
 ) -> None:
-    async with serving(settings) as (keeper, server):
+    async with serving(settings) as (supervisor, server):
         _, writer = await asyncio.open_unix_connection(str(settings.node_socket))
         writer.write(encode(StopTask(task_id="t", reason="test")) + b"\n")
-        await keeper.begun.wait()
+        await supervisor.begun.wait()
         await asyncio.wait_for(server.close(), 10)
         writer.close()
 
@@ -105,10 +105,10 @@ async def test_a_request_that_swallows_a_cancellation_does_not_hold_up_the_node_
 async def test_background_work_that_swallows_a_cancellation_does_not_hold_up_the_node_s_end(
     settings: Settings,
 ) -> None:
-    async with serving(settings) as (keeper, _):
-        keeper.work_in_the_background()
-        await keeper.begun.wait()
-        await asyncio.wait_for(keeper.close(), 10)
+    async with serving(settings) as (supervisor, _):
+        supervisor.work_in_the_background()
+        await supervisor.begun.wait()
+        await asyncio.wait_for(supervisor.close(), 10)
 
 
 async def test_errors_of_the_node_reach_the_log_of_one_orchestrator(settings: Settings) -> None:

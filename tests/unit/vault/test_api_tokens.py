@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.vault.api_tokens import MAX_TOKEN, ApiTokens
+from infra.vault.api_tokens import MAX_TOKEN_LENGTH, ApiTokens
 from infra.vault.secret_versions import add_version, create_versions, drop_before
 
 
@@ -23,7 +23,7 @@ def test_every_token_is_another_and_genuine(path: Path) -> None:
     tokens = ApiTokens(path)
     made = [tokens.make() for _ in range(100)] + [tokens.make("") for _ in range(100)]
     assert len(set(made)) == 200
-    assert all(tokens.is_genuine(token) and len(token) <= MAX_TOKEN for token in made)
+    assert all(tokens.is_genuine(token) and len(token) <= MAX_TOKEN_LENGTH for token in made)
     assert made[0].startswith("berth_")
 
 

@@ -30,7 +30,7 @@ from infra.vault.key_pairs import (
     load_ring,
 )
 from infra.vault.kms import KmsMasterKey
-from infra.vault.secret_versions import CHECK_PERIOD, add_version, drop_before
+from infra.vault.secret_versions import CHECK_INTERVAL_S, add_version, drop_before
 from infra.vault.vault import DecryptFailed
 from worker_runtime.protocol.messages import Credentials
 
@@ -157,7 +157,7 @@ def test_running_orchestrators_follow_the_rotation_of_their_keys(tmp_path: Path)
         assert add_version(path, keep=2) == 2
     # A worker that another orchestrator launched with the new secret is known at once.
     assert keys.launch_tokens("w") == [OrchestratorKeys(tmp_path).launch_token("w"), token]
-    time.sleep(CHECK_PERIOD)
+    time.sleep(CHECK_INTERVAL_S)
     assert keys.public_keys[1:] == public
     assert keys.budget_names("p")[:1] == budget
     assert len(set(keys.budget_names("p"))) == 2

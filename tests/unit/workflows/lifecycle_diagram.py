@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from workflows.user_worker.messages import CRASH_WINDOW, UserWorkerSettings, WorkerState
+from workflows.user_worker.messages import CRASH_WINDOW_S, UserWorkerSettings, WorkerState
 from workflows.user_worker.state import ALLOWED, MAX_CRASHES, NEXT_STEP, UserWorkerState
 
 BEGIN = "<!-- states: made by python -m tests.unit.workflows.lifecycle_diagram; do not edit -->"
@@ -29,7 +29,9 @@ WHY: dict[tuple[WorkerState, WorkerState], str] = {
     (WorkerState.FAILED, WorkerState.FAILED): "failed again",
     (WorkerState.FAILED, WorkerState.CLAIMED): "next worker",
     (WorkerState.FAILED, WorkerState.CONNECTING): "next login",
-    (WorkerState.FAILED, WorkerState.PARKED): f"{MAX_CRASHES} crashes in {CRASH_WINDOW / 60:g} min",
+    (WorkerState.FAILED, WorkerState.PARKED): (
+        f"{MAX_CRASHES} crashes in {CRASH_WINDOW_S / 60:g} min"
+    ),
     (WorkerState.FAILED, WorkerState.DRAINING): "gave up, or shutdown",
     (WorkerState.ACTIVE, WorkerState.RECONNECTING): "broker or session lost",
     (WorkerState.ACTIVE, WorkerState.FAILED): "the worker died",

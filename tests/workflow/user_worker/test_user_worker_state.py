@@ -10,7 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workflows.entity import carried_state
-from workflows.user_worker.messages import CRASH_WINDOW, UserWorkerSettings, WorkerRef, WorkerState
+from workflows.user_worker.messages import (
+    CRASH_WINDOW_S,
+    UserWorkerSettings,
+    WorkerRef,
+    WorkerState,
+)
 from workflows.user_worker.state import (
     ALLOWED,
     MAX_CRASHES,
@@ -119,7 +124,7 @@ def test_crashes_are_replaced_at_once_then_after_one_two_four_seconds() -> None:
 def test_old_crashes_are_forgotten() -> None:
     once = active().crashed("exit -9", 200.0)
     again = once.stopped().claimed("c1", 201.0).assigned(WORKER).connecting(1, 202.0)
-    twice = again.active(1.0, 2.0, 203.0).crashed("exit -9", 200.0 + CRASH_WINDOW)
+    twice = again.active(1.0, 2.0, 203.0).crashed("exit -9", 200.0 + CRASH_WINDOW_S)
     assert len(twice.crashes) == 1
 
 
@@ -130,7 +135,7 @@ def test_a_resumed_user_starts_without_crashes() -> None:
     resumed = state.parked(300.0).resumed(301.0)
     assert (resumed.state, resumed.crashes) == (WorkerState.POOL_IDLE, ())
     # Or a new run would count the same crashes again.
-    assert resumed.deadline == 301.0 + CRASH_WINDOW
+    assert resumed.deadline == 301.0 + CRASH_WINDOW_S
 
 
 @given(

@@ -25,7 +25,7 @@ from infra.settings import Settings
 from infra.worker_task import LaunchFailed, Task, TaskExit
 
 
-class PlantedKeeper:
+class PlantedSupervisor:
     def __init__(self, tasks: list[Task]) -> None:
         self.log = secrets.token_hex(6)
         self._tasks = {task.task_id: task for task in tasks}
@@ -80,8 +80,8 @@ class PlantedKeeper:
 
 
 class CountingNodeServer(NodeServer):
-    def __init__(self, keeper: PlantedKeeper, counts: Path) -> None:
-        super().__init__(keeper, keeper, limits="none")
+    def __init__(self, supervisor: PlantedSupervisor, counts: Path) -> None:
+        super().__init__(supervisor, supervisor, limits="none")
         self._path = counts
         self._counts: Counter[str] = Counter()
 
@@ -101,8 +101,8 @@ async def _serve(settings: Settings, tasks: list[Task], counts: Path) -> None:
     ending = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, ending.set)
-    keeper = PlantedKeeper(tasks)
-    server = CountingNodeServer(keeper, counts)
+    supervisor = PlantedSupervisor(tasks)
+    server = CountingNodeServer(supervisor, counts)
     await server.start(listen(settings.node_socket))
     await ending.wait()
     await server.close()

@@ -178,7 +178,7 @@ async def test_a_recent_launch_counts_though_no_listing_shows_it_and_ecs_denies_
     ecs_harness.aws.faults.denied.add(task.task_id)
     assert await launcher.list() == [task]
     with pytest.raises(StopFailed, match="not visible"):
-        await launcher.stop(task.task_id, "test", grace=-ecs.KILL_CONFIRM)
+        await launcher.stop(task.task_id, "test", grace=-ecs.KILL_CONFIRM_TIMEOUT_S)
     ecs_harness.aws.faults.denied.clear()
     await launcher.stop(task.task_id, "test")
     assert await launcher.list() == []
@@ -214,7 +214,7 @@ async def test_a_worker_that_does_not_end_is_not_reported_as_stopped(
     task = await launcher.launch(spec("w-1"), "token-1")
     ecs_harness.aws.faults.stubborn = True
     with pytest.raises(StopFailed):
-        await launcher.stop(task.task_id, "test", grace=-ecs.KILL_CONFIRM)
+        await launcher.stop(task.task_id, "test", grace=-ecs.KILL_CONFIRM_TIMEOUT_S)
     assert await launcher.list() == [task]
     ecs_harness.aws.faults.stubborn = False
     await launcher.stop(task.task_id, "test")

@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 
 from infra.launchers.process import ProcessLauncher
 from infra.node.address import listen, reachable
-from infra.node.protocol import MAX_LINE, ListTasks, NodeRefused, NodeReply, NodeRequest, TaskList
+from infra.node.protocol import (
+    MAX_LINE_BYTES,
+    ListTasks,
+    NodeRefused,
+    NodeReply,
+    NodeRequest,
+    TaskList,
+)
 from infra.node.server import SocketServer
 from infra.worker_task import LauncherUnreachable, Task
 from tests.support.launchers.node_process import NodeProcess
@@ -47,7 +54,7 @@ async def say(path: Path, data: bytes) -> bytes:
         b"[" * 5000 + b"\n",
         b"GET / HTTP/1.1\n",
         b'{"op": "ping"}',  # without a newline: a request that was cut off
-        b"x" * (MAX_LINE + 100) + b"\n",
+        b"x" * (MAX_LINE_BYTES + 100) + b"\n",
     ],
 )
 async def test_garbage_gets_a_clear_refusal_and_the_node_continues(

@@ -16,9 +16,9 @@ from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, ConnectionError
 
 from activities.events.quota_watcher import (
-    BYTES_PER_SENT,
-    MAX_FLEET_RATE,
-    TICK_S,
+    BYTES_PER_SENT_BYTE,
+    MAX_FLEET_BYTES_PER_S,
+    READ_INTERVAL_S,
     ClientCounts,
     QuotaWatcher,
 )
@@ -63,7 +63,7 @@ class WatchedRunners:
     async def watch_until_cut_off(self) -> None:
         while await self.has_login():
             await self.watcher.look()
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(READ_INTERVAL_S)
 
 
 @pytest.fixture
@@ -202,7 +202,7 @@ async def test_a_fleet_that_could_not_be_cut_off_is_cut_off_at_a_later_look(
             await long_values_in_jobs(hostile, number)
         for _ in range(8):
             await runners.watcher.look()
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(READ_INTERVAL_S)
     assert not await runners.has_login()
 
 
@@ -236,10 +236,10 @@ async def test_a_fleet_with_a_large_backlog_and_much_to_do_stays(runners: Watche
             await fleet.set(job_keys.result(TAG, str(number % 4)), "x" * 200_000)
             if number % 8 == 0:
                 await runners.watcher.look()
-                await asyncio.sleep(TICK_S)
+                await asyncio.sleep(READ_INTERVAL_S)
         for _ in range(8):
             await runners.watcher.look()
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(READ_INTERVAL_S)
         assert await fleet.ping()
 
 
@@ -253,10 +253,10 @@ def test_growth_counts_as_a_fleets_as_far_as_it_has_sent_as_much() -> None:
     looks: tuple[tuple[int, int, int], ...] = (
         # bytes that the fleet has sent in all, that the server uses, and what counts as the fleet's
         (10**9, 100, 0),  # it may have been connected for weeks
-        (10**9 + 10, 200, 10 * BYTES_PER_SENT),
-        (10**9 + 910, 300, 10 * BYTES_PER_SENT + 100),
-        (10**9 + 1910, 250, 10 * BYTES_PER_SENT + 50),
-        (10**9 + 1910, 900, 10 * BYTES_PER_SENT + 50),
+        (10**9 + 10, 200, 10 * BYTES_PER_SENT_BYTE),
+        (10**9 + 910, 300, 10 * BYTES_PER_SENT_BYTE + 100),
+        (10**9 + 1910, 250, 10 * BYTES_PER_SENT_BYTE + 50),
+        (10**9 + 1910, 900, 10 * BYTES_PER_SENT_BYTE + 50),
         (10**9 + 1910, 100, 0),
     )
     for second, (sent, used, expected) in enumerate(looks):
@@ -269,7 +269,7 @@ def test_growth_counts_as_a_fleets_as_far_as_it_has_sent_as_much() -> None:
 def test_a_fleet_that_sends_far_more_than_results_is_named() -> None:
     counts = ClientCounts()
     assert counts.look(0.0, listing((1, "fleet-jobs", 9))) == []
-    sent = [9 + (MAX_FLEET_RATE + 1) * second for second in range(3)]
+    sent = [9 + (MAX_FLEET_BYTES_PER_S + 1) * second for second in range(3)]
     assert counts.look(1.0, listing((1, "fleet-jobs", sent[1]))) == []  # a burst
     reported: Any = counts.look(2.0, listing((1, "fleet-jobs", sent[2])))
     assert [user for user, _ in reported] == ["fleet-jobs"]

@@ -17,10 +17,10 @@ from redis.exceptions import AuthenticationError, ConnectionError
 from activities.events.cut_off import Offender
 from activities.events.quota_watcher import (
     MAX_BYTES,
+    MAX_BYTES_PER_S,
     MAX_CONNECTIONS,
     MAX_NAMES,
-    MAX_RATE,
-    TICK_S,
+    READ_INTERVAL_S,
     ClientCounts,
     QuotaWatcher,
     SlowTime,
@@ -274,8 +274,8 @@ def test_a_client_that_sends_too_much_is_named_and_a_busy_service_is_not() -> No
 
     counts = ClientCounts()
     assert counts.look(0.0, listing(9)) == []
-    assert [user for user, _ in counts.look(1.0, listing(9 + MAX_RATE + 1))] == ["p-1"]
-    assert counts.look(2.0, listing(9 + 2 * MAX_RATE)) == []
+    assert [user for user, _ in counts.look(1.0, listing(9 + MAX_BYTES_PER_S + 1))] == ["p-1"]
+    assert counts.look(2.0, listing(9 + 2 * MAX_BYTES_PER_S)) == []
 
 
 def activity(*clients: tuple[str, int]) -> bytes:
@@ -380,7 +380,7 @@ async def test_a_worker_that_keeps_valkey_busy_is_cut_off(fleet: WatchedFleet) -
         while not fleet.cutting.count:
             await fleet.watcher.look()
             await other.get(keys.mark(victim))
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(READ_INTERVAL_S)
         with pytest.raises((AuthenticationError, ConnectionError)):
             await attacking
         assert await other.ping(), "who asks now and then stays"

@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 from sqlalchemy import text
 
 from activities.events.recorder import Recorder
-from activities.orders.reconciliation import MOST_FOREIGN
+from activities.orders.reconciliation import MAX_FOREIGN_ORDERS
 from infra.database.trading import reconciliations
 from infra.local.servers import TemporalServer
 from tests.support.activities.reconciling import (
@@ -133,14 +133,14 @@ async def test_no_worker_fills_the_books_with_orders_that_are_not_ours(
 ) -> None:
     """Each stays until somebody looks, so they would grow with each report, for the recorder of all
     users."""
-    half = MOST_FOREIGN * 2 // 3
+    half = MAX_FOREIGN_ORDERS * 2 // 3
     for first in (0, half):
         await record_account_report(
             harness, orders=tuple(listed(f"P-{first + number}", 1) for number in range(half))
         )
     newest, older = await list_reconciliations(harness)
     assert len(older.differences["foreign_orders"]) == half
-    assert len(newest.differences["foreign_orders"]) == MOST_FOREIGN
+    assert len(newest.differences["foreign_orders"]) == MAX_FOREIGN_ORDERS
     assert set(older.differences["foreign_orders"]) < set(newest.differences["foreign_orders"])
 
 

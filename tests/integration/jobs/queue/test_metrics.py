@@ -62,10 +62,10 @@ async def test_waiting_jobs_are_counted_by_queue_and_priority(
 async def test_what_is_not_looked_at_is_counted_all_the_same(
     harness: QueueHarness, valkey_client: Redis
 ) -> None:
-    for number in range(metrics.SCANNED_JOBS + 5):
+    for number in range(metrics.MAX_JOBS_SCANNED + 5):
         harness.enqueue(f"j{number}")
     samples = await page(valkey_client)
-    assert samples['berth_jobs_waiting{priority="5",queue="default"}'] == metrics.SCANNED_JOBS
+    assert samples['berth_jobs_waiting{priority="5",queue="default"}'] == metrics.MAX_JOBS_SCANNED
     assert samples['berth_jobs_waiting{priority="",queue="default"}'] == 5
 
 
@@ -83,7 +83,7 @@ async def test_what_is_no_count_of_a_user_is_not_added_up(valkey_client: Redis) 
         await metrics.collect_user_counts(valkey_client, list(totals))
     assert (await page(valkey_client))["berth_user_jobs_late_renewals_total"] == 4
     assert await valkey_client.exists(*totals.values()) == 0
-    for number in range(metrics.SERIES // metrics.FIELDS + 3):  # made up, minute by minute
+    for number in range(metrics.MAX_SERIES // metrics.MAX_FIELDS + 3):  # made up, minute by minute
         await valkey_client.hset(
             totals["mallory"], mapping={f"run|{number}-{n}|1": 1 for n in range(500)}
         )
@@ -91,7 +91,7 @@ async def test_what_is_no_count_of_a_user_is_not_added_up(valkey_client: Redis) 
     await valkey_client.hset(totals["alice"], "late", 1)
     await metrics.collect_user_counts(valkey_client, ["alice"])
     assert (await page(valkey_client))["berth_user_jobs_late_renewals_total"] == 5
-    assert await valkey_client.hlen(job_keys.user_totals()) == metrics.SERIES
+    assert await valkey_client.hlen(job_keys.user_totals()) == metrics.MAX_SERIES
 
 
 async def test_waits_runs_ends_and_reaped_jobs_are_counted_once(

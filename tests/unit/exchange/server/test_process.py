@@ -16,7 +16,7 @@ import pytest
 
 from infra.exchange.behaviour import Behaviour
 from infra.exchange.client import ExchangeAdmin, ExchangeServer, ExchangeUnreachable
-from infra.exchange.connection import MAX_LINE
+from infra.exchange.connection import MAX_LINE_BYTES
 from infra.local.process import free_port
 from tests.support.brokers.exchange_wire import CANARY, PLACE, ExchangeWire, log_in, register
 from worker_runtime.protocol.errors import OrderRejected, UnknownAccount
@@ -54,7 +54,7 @@ def test_an_error_carries_the_id_of_its_request(server: ExchangeServer) -> None:
 def test_a_line_without_end_closes_the_connection(server: ExchangeServer) -> None:
     with ExchangeWire(server) as wire:
         with contextlib.suppress(ConnectionError):
-            wire.send(b"x" * (4 * MAX_LINE))
+            wire.send(b"x" * (4 * MAX_LINE_BYTES))
         with contextlib.suppress(ConnectionError, AssertionError):
             assert wire.receive()["error"] == "MALFORMED_MESSAGE"
         assert wire.closed()

@@ -15,7 +15,7 @@ import sys
 import structlog
 
 from infra.lab.bench.fleet.simulated.calls import SimulatedConnections
-from infra.lab.bench.fleet.simulated.keeper import SimulatedKeeper
+from infra.lab.bench.fleet.simulated.supervisor import SimulatedSupervisor
 from infra.lab.bench.fleet.simulated.worker import SimulatedBehaviour
 from infra.log import configure_log
 from infra.node.address import listen
@@ -48,13 +48,13 @@ async def _serve(settings: Settings, habits: SimulatedBehaviour) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ending.set)
     link = SimulatedConnections(settings.valkey_url)
-    keeper = SimulatedKeeper(link, habits)
-    server = NodeServer(keeper, keeper, limits="none")
+    supervisor = SimulatedSupervisor(link, habits)
+    server = NodeServer(supervisor, supervisor, limits="none")
     await server.start(listen(settings.node_socket))
     log.info("simulated.ready", socket=str(settings.node_socket))
     await ending.wait()
     await server.close()
-    await keeper.close()
+    await supervisor.close()
     await link.close()
     settings.node_socket.unlink(missing_ok=True)
 

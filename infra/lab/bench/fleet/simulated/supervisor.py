@@ -1,4 +1,4 @@
-"""Keeps simulated workers as the node's keeper keeps processes,
+"""Keeps simulated workers as the node's supervisor keeps processes,
 and remembers how each of them ended.
 
 It renews their marks, too: each when it is due, those due together in one round trip.
@@ -99,7 +99,7 @@ class _SimulatedTask:
         self.stop_reason: str | None = None
 
 
-class SimulatedKeeper:
+class SimulatedSupervisor:
     """Belongs to one event loop. Its log of ends lives as long as the process."""
 
     def __init__(self, link: SimulatedConnections, habits: SimulatedBehaviour) -> None:

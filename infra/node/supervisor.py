@@ -1,4 +1,4 @@
-"""`Keeper`: starts, stops and adopts the workers of this host, and sees each of them end."""
+"""`NodeSupervisor` starts, stops and adopts the workers of this host, and sees each of them end."""
 
 import asyncio
 import contextlib
@@ -19,12 +19,12 @@ from infra import processes, tasks
 from infra.node import worker
 from infra.node.accounts import UserIds
 from infra.node.cgroup import MemoryGroup, MemoryGroups
-from infra.node.protocol import KILL_CONFIRM, LaunchTask
+from infra.node.protocol import KILL_CONFIRM_TIMEOUT_S, LaunchTask
 from infra.node.register import NodeEntry, NodeRegister
-from infra.node.worker import LOG_PERIOD, WorkerLogs, WorkerProcess
+from infra.node.worker import LOG_CHECK_INTERVAL_S, WorkerLogs, WorkerProcess
 from infra.worker_task import (
-    GRACE_MAX,
     HOST_RESTARTED,
+    MAX_GRACE_S,
     LaunchFailed,
     StopFailed,
     Task,
@@ -37,17 +37,17 @@ from infra.worker_task import (
 _log = structlog.get_logger()
 
 #: Bytes. A pipe holds 64 KiB that nobody has read yet, so writing the config never blocks.
-_CONFIG_MAX = 60 * 1024
+_MAX_CONFIG_BYTES = 60 * 1024
 #: Seconds between two attempts to record an exit on a full disk,
 #: and between two log lines about it.
-_RECORD_RETRY = 1.0
+_RECORD_RETRY_INTERVAL_S = 1.0
 _COMPLAINT_INTERVAL_S = 10.0
 #: Seconds that an ending node waits for exits that it is just confirming.
-_LAST_WORK = 1.0
+_LAST_WORK_TIMEOUT_S = 1.0
 
 
 @dataclass(eq=False, repr=False)
-class Keeper:
+class NodeSupervisor:
     """Not thread-safe: all methods are called in one event loop."""
 
     folder: InitVar[Path]
@@ -125,8 +125,8 @@ class Keeper:
 
     def _start(self, entry: NodeEntry, request: LaunchTask) -> WorkerProcess:
         config = msgspec.json.encode(msgspec.structs.replace(request.config, task_id=entry.task_id))
-        if len(config) > _CONFIG_MAX:
-            raise OSError(f"a config of {len(config)} bytes is more than {_CONFIG_MAX}")
+        if len(config) > _MAX_CONFIG_BYTES:
+            raise OSError(f"a config of {len(config)} bytes is more than {_MAX_CONFIG_BYTES}")
         with contextlib.ExitStack() as undo:
             group = None
             if self.groups is not None:
@@ -224,15 +224,15 @@ class Keeper:
             _log.info("node.stopping", worker=process.entry.worker_id, task=task_id, reason=reason)
         process.terminate()
         if await _set_within(
-            process.ended, min(process.entry.grace if grace is None else grace, GRACE_MAX)
+            process.ended, min(process.entry.grace if grace is None else grace, MAX_GRACE_S)
         ):
             return 1
         process.forced = True
         process.kill()
         _log.warning("node.killed", worker=process.entry.worker_id, task=task_id)
-        if not await _set_within(process.ended, KILL_CONFIRM):
+        if not await _set_within(process.ended, KILL_CONFIRM_TIMEOUT_S):
             raise StopFailed(
-                f"task {task_id} was killed {KILL_CONFIRM:.0f} s ago and has not ended"
+                f"task {task_id} was killed {KILL_CONFIRM_TIMEOUT_S:.0f} s ago and has not ended"
             )
         return 1
 
@@ -314,7 +314,7 @@ class Keeper:
                 number = self.register.record_exit(end)
             except sqlite3.Error as error:
                 _log.error("node.register_failed", task=end.task_id, detail=str(error))
-                await asyncio.sleep(_RECORD_RETRY)
+                await asyncio.sleep(_RECORD_RETRY_INTERVAL_S)
                 continue
             _log.info(
                 "node.ended",
@@ -343,7 +343,7 @@ class Keeper:
                 self._logs.sweep({process.entry.worker_id for process in self._workers.values()})
             except OSError as error:
                 _log.warning("node.log_sweep_failed", detail=str(error))
-            await asyncio.sleep(LOG_PERIOD)
+            await asyncio.sleep(LOG_CHECK_INTERVAL_S)
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -358,7 +358,7 @@ class Keeper:
                 loop.remove_reader(process.pidfd)
         if self._background:
             # Exits under way are recorded with their exit code.
-            await asyncio.wait(self._background, timeout=_LAST_WORK)
+            await asyncio.wait(self._background, timeout=_LAST_WORK_TIMEOUT_S)
         await tasks.cancel_tasks(*self._background)
 
 
