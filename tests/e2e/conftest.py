@@ -54,4 +54,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     made would come too late: the limit counts from before the first fixture."""
     for item in items:
         if item.path.parent == Path(__file__).parent and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(150))
+            item.add_marker(pytest.mark.timeout(240))

@@ -122,7 +122,7 @@ def order(
     )
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(240)
 def test_an_order_is_one_trace_from_the_request_to_the_fill(
     system: RunningSystem, collector: Collector
 ) -> None:

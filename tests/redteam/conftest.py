@@ -55,4 +55,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The first test with the whole system pays for its start."""
     for item in items:
         if "system" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.timeout(150))
+            item.add_marker(pytest.mark.timeout(240))

@@ -19,7 +19,7 @@ from redis import Redis
 
 from infra.valkey.client import text_of
 from infra.valkey.job_login import job_fleet_url, user_of_jobs
-from infra.valkey.memory import REFUSED_ABOVE, MemoryUse
+from infra.valkey.memory import REFUSED_ABOVE_PERMILLE, MemoryUse
 from infra.vault.message_secret import load_fleet_keys
 from tests.redteam.test_memory_flood import (
     LONGEST_S,
@@ -143,7 +143,7 @@ def test_a_fleet_that_floods_valkey_is_cut_off_and_users_trade_on(
     print(figures)  # noqa: T201
     # Others: no order was refused or took long, and each user has the worker and session of before.
     assert {(order.status, order.code) for order in crowd.orders} == {(201, "")}, figures
-    assert max(shares) < REFUSED_ABOVE / 1000, figures
+    assert max(shares) < REFUSED_ABOVE_PERMILLE / 1000, figures
     assert max(order.seconds for order in crowd.orders) < LONGEST_S, figures
     assert after_s < max(MAX_RATIO * quiet_s, quiet_s + MACHINE_S), figures
     assert leases(system, traders) == before

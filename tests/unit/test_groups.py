@@ -103,11 +103,11 @@ def run_units(units: dict[str, int], processes: int) -> list[list[str]]:
     config = SimpleNamespace(
         getvalue=lambda name: [f"{processes}*popen"], option=SimpleNamespace(loadscopereorder=False)
     )
-    scheduling = UnitScheduling(config, None)  # type: ignore[arg-type]
+    scheduling = UnitScheduling(config, None)
     nodes = [Process(f"gw{number}") for number in range(processes)]
     for node in nodes:
-        scheduling.add_node(node)  # type: ignore[arg-type]
-        scheduling.add_node_collection(node, tests)  # type: ignore[arg-type]
+        scheduling.add_node(node)
+        scheduling.add_node_collection(node, tests)
     scheduling.schedule()
     rounds: list[list[str]] = []
     while any(node.queue for node in nodes):
@@ -117,7 +117,7 @@ def run_units(units: dict[str, int], processes: int) -> list[list[str]]:
         assert able, "every process waits"
         rounds.append([unit_of(tests[node.queue[0]].partition("::")[0]) for node in able])
         for node in able:
-            scheduling.mark_test_complete(node, node.queue.pop(0))  # type: ignore[arg-type]
+            scheduling.mark_test_complete(node, node.queue.pop(0))
     ran = [unit for units_at_once in rounds for unit in units_at_once]
     assert Counter(ran) == Counter({unit_of(unit): count for unit, count in units.items()})
     return rounds
