@@ -62,7 +62,7 @@ class GrantingBrokerCalls:
     def spend_budget(self, account_id: str, kind: CallKind, item: QueueItem) -> None:
         self._granted()
 
-    def pause(self, item: QueueItem) -> None:
+    def await_next_check(self, item: QueueItem) -> None:
         self._paused()
 
     def call_once(
