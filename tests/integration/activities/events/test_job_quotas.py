@@ -27,7 +27,7 @@ from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
 from infra.valkey.job_login import job_fleet_url, user_of_jobs
 from infra.valkey.job_users import JobUsers
-from infra.valkey.memory import read_memory
+from infra.valkey.memory import REFUSED_ABOVE_PERMILLE, read_memory
 from infra.vault.message_secret import MessageSecretFile
 from infra.vault.secret_versions import add_version, create_versions
 from tests.support.activities.harness import ActivityHarness
@@ -36,6 +36,8 @@ from worker_runtime.protocol import keys
 
 TAG = job_keys.FLEET_TAG
 MAXMEMORY = 64 * 1024 * 1024
+#: The share of the memory from which new orders and claims of everybody are refused.
+REFUSED_SHARE = REFUSED_ABOVE_PERMILLE / 1000
 ENDED = (AuthenticationError, ConnectionError)
 pytestmark = pytest.mark.timeout(90)
 
@@ -126,7 +128,7 @@ async def test_a_fleet_that_fills_memory_slowly_is_cut_off_before_orders_are_ref
         await runners.watch_until_cut_off()
         with pytest.raises(ENDED):
             await attacking
-    assert (await read_memory(runners.client)).share < 0.7
+    assert (await read_memory(runners.client)).share < REFUSED_SHARE
     async with runners.login() as again:
         with pytest.raises(AuthenticationError):
             await again.ping()
@@ -142,8 +144,7 @@ async def test_a_fleet_that_sends_as_fast_as_it_can_is_cut_off(runners: WatchedR
     )
     try:
         await runners.watch_until_cut_off()
-        # Below the share from which new orders and claims of everybody are refused.
-        assert (await read_memory(runners.client)).share < 0.85
+        assert (await read_memory(runners.client)).share < REFUSED_SHARE
     finally:
         said, _ = await flooder.communicate()
     assert json.loads(said)["refused_after"] is not None
