@@ -216,7 +216,7 @@ class ContenderProcesses:
 def new_job(**arguments: Any) -> Job:
     """Makes one of our jobs, with a random id, as producers make them."""
     # An id need not be secret, only unique.
-    job_id = f"{random.getrandbits(64):016x}"
+    job_id = f"{random.getrandbits(128):032x}"
     return Job(
         job_id=job_id,
         name=LOADTEST,
