@@ -85,8 +85,17 @@ class OutputCapture:
         self._tail = (self._tail + data[room:])[-_MAX_HALF_BYTES:]
 
 
+#: Seconds until a job that got no process is tried again, by any runner. It has not run: the pause
+#: between its own attempts, by default 120 s, is for what goes wrong in the job. A fork server that
+#: has died is replaced within a second, and a runner whose forks fail claims nothing.
+NOT_FORKED_RETRY_DELAY_S = 5.0
+
+
 class NotForked(BerthError, code="JOB_NOT_FORKED", retryable=True):
     """No child could be made for a job: the host has no process, memory or descriptor left."""
+
+    def __init__(self, detail: str = "") -> None:
+        super().__init__(detail, retry_after=NOT_FORKED_RETRY_DELAY_S)
 
 
 class JobChild:

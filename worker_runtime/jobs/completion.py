@@ -98,10 +98,14 @@ class RunJudge:
 
     def refused(self, claimed: ClaimedJob, job: Job | None, error: BerthError) -> RunEnd:
         """Judges a job that has not run here: it is unreadable (None), of an unknown type, or got
-        no process."""
+        no process. It is tried again after the pause of its type, or earlier if the error says
+        so."""
         status, delay = JobStatus.FAILED, 0.0
         if job is not None and error.retryable and claimed.attempt < job.attempts:
-            status, delay = JobStatus.RETRY, jittered(job.retry_delay)
+            delay = job.retry_delay
+            if error.retry_after is not None:
+                delay = min(delay, error.retry_after)
+            status, delay = JobStatus.RETRY, jittered(delay)
         result = self._result(claimed, status, Failure.of(error), "", wall_ms())
         return RunEnd(claimed, job, result, delay, ran=False)
 

@@ -4,7 +4,8 @@ Half of the examples go to a user, an account and an order that are there, the r
 of the bodies and parameters fit their schema, the rest do not.
 
 A short form runs with the suite, always with the same examples. `BERTH_FUZZ_EXAMPLES=240` is the
-long one, about ten minutes with other examples each time.
+long one, about ten minutes with other examples each time; it needs `-o faulthandler_timeout=3600`,
+because a single test of the suite may take 600 s at most.
 """
 
 from __future__ import annotations

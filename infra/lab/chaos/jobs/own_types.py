@@ -187,8 +187,12 @@ class OwnTypesChaos:
         for job_id, function in self.sent.items():
             end = self.ended.get(job_id)
             done = end is not None and b'"status":"done"' in end
-            if end is None or (done and job_id not in ends):
-                findings.append(JobFinding(JobHarm.LOST, job_id, f"{function}: no end"))
+            if end is None:
+                detail = f"{function}: no end; {self._describe(job_id)}"
+                findings.append(JobFinding(JobHarm.LOST, job_id, detail))
+            elif done and job_id not in ends:
+                detail = f"{function}: done, but no execution has ended"
+                findings.append(JobFinding(JobHarm.LOST, job_id, detail))
             elif function in ("again", "shared") and not done and b"JOB_CRASHED" not in end:
                 findings.append(JobFinding(JobHarm.WRONG, job_id, f"{function}: not done"))
             if function == "never" and starts[job_id] > 1:
@@ -199,3 +203,11 @@ class OwnTypesChaos:
                 harm = JobHarm.DOUBLED if handlers[job_id] else JobHarm.LOST
                 findings.append(JobFinding(harm, job_id, f"{len(handlers[job_id])} handlers"))
         return findings
+
+    def _describe(self, job_id: str) -> str:
+        """Returns what Valkey says of a job that has no end."""
+        fields: Any = self._client.hgetall(job_keys.job(TAG, job_id))
+        shown = {name.decode(): value.decode() for name, value in fields.items() if name != b"body"}
+        runner = shown.get("runner", "")
+        lease = self._client.pttl(job_keys.runner(TAG, runner)) if runner else None
+        return f"{shown}, lease of its runner: {lease} ms"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from worker_runtime.jobs.child_pool import NotForked
+from worker_runtime.jobs.child_pool import NOT_FORKED_RETRY_DELAY_S, NotForked
 from worker_runtime.jobs.child_process import RunOutcome
 from worker_runtime.jobs.completion import RunEnd, RunJudge, jittered
 from worker_runtime.jobs.protocol.messages import Job, JobStatus, UnknownJob
@@ -88,6 +88,15 @@ def test_what_has_not_run_here_may_run_elsewhere(
     end = JUDGE.refused(claimed(attempt), job, error)
     assert (end.result.status, code(end)) == (status, error.code)
     assert not end.crashed
+
+
+def test_a_job_that_got_no_process_is_tried_again_within_seconds() -> None:
+    own_pause = JUDGE.refused(claimed(1), Job(job_id="j", name="n"), UnknownJob("x")).delay
+    no_process = JUDGE.refused(claimed(1), Job(job_id="j", name="n"), NotForked("EAGAIN")).delay
+    quick = Job(job_id="j", name="n", retry_delay=0.05)
+    assert own_pause >= 90.0
+    assert 0.0 < no_process <= 1.25 * NOT_FORKED_RETRY_DELAY_S
+    assert JUDGE.refused(claimed(1), quick, NotForked("EAGAIN")).delay <= 0.0625
 
 
 def test_retries_spread_out() -> None:
