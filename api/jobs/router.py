@@ -70,8 +70,8 @@ async def put_user_job(user_id: KnownUserId, body: UserJobRequest, call: Call) -
     is none.
 
     Statements and exports use the orders at the time of the request, at most about 700. For more,
-    use `orders.csv`. Repeating a `job_id` has no effect; a different job under it is refused for a
-    day, and as long as the job is there.
+    use `orders.csv`. Repeating a `job_id` has no effect while the result is kept; a different job
+    under it is refused.
     """
     about = {"job_id": body.job.job_id, "type": body.job.type}
 

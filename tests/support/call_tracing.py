@@ -91,7 +91,8 @@ def tracing(folder: Path) -> Iterator[Tracer]:
 
 
 def files_of(page: str) -> tuple[set[str], set[str]]:
-    """The files that a page of `docs/how-it-works` names: in its list, and beside it as shared."""
+    """Returns the files that a page of `docs/how-it-works` names: those of its list, and the shared
+    ones."""
     text = (ROOT / "docs" / "how-it-works" / page).read_text(encoding="utf-8")
     parts = []
     for name in ("files", "shared"):
