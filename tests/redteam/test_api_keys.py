@@ -188,6 +188,27 @@ async def test_an_operators_rollout_of_an_image_that_is_not_allowed_is_refused(
         assert (await rollout(operator)).status_code == 503
 
 
+async def test_a_key_with_images_alone_allows_an_image_and_launches_no_worker_from_it(
+    api: ServedApi,
+) -> None:
+    """With `fleet` besides, it does: a worker of its own image gets what its users have stored."""
+    async with api.client(await make_key(api.settings, "admin", ("images",))) as thief:
+        assert (await thief.put("/images", json={"image": IMAGE})).status_code == 200
+        before = await stored_state(api)
+        credentials = f"/users/{api.user}/accounts/main/credentials"
+        for answer, scope in (
+            (await rollout(thief), "fleet"),
+            (await thief.put(credentials, json=CREDENTIALS), "credentials"),
+            (await thief.get(f"/users/{api.user}"), "read"),
+        ):
+            assert (answer.status_code, answer.json()["code"]) == (403, "SCOPE_MISSING")
+            assert f"`{scope}`" in answer.json()["detail"]
+        assert await stored_state(api) == before
+    async with api.client(await make_key(api.settings, "admin", ("fleet", "images"))) as thief:
+        # Temporal is down here: nothing else stops the rollout.
+        assert (await rollout(thief)).status_code == 503
+
+
 async def rollout(client: httpx.AsyncClient) -> httpx.Response:
     return await client.post("/pools/default/rollout", json={"version": "2", "image": IMAGE})
 

@@ -76,6 +76,21 @@ def test_a_job_that_no_process_of_ours_made_is_not_run(fleet: RunnerFleet) -> No
     assert len(runner.logged("job_not_authentic")) == len(forged)
 
 
+def test_a_genuine_job_that_is_pushed_again_after_its_end_runs_again(fleet: RunnerFleet) -> None:
+    """Once somebody has deleted what Valkey keeps of its end."""
+    fleet.start()
+    job = scripted(fleet, "a-mail")
+    body = sign_job(job, KEYS)
+    put(fleet.harness, job, body)
+    assert fleet.result(job.job_id).status == JobStatus.DONE
+    assert fleet.harness.call(job_calls.enqueue(job, KEYS))[0] == "seen"
+    kept = (job_keys.job, job_keys.result)
+    fleet.harness.client.execute("DEL", *(name(job_keys.FLEET_TAG, job.job_id) for name in kept))
+    put(fleet.harness, job, body)
+    assert fleet.result(job.job_id).status == JobStatus.DONE
+    assert [start.job_id for start in fleet.ledger()] == [job.job_id] * 2
+
+
 @pytest.mark.parametrize("tag", [job_keys.FLEET_TAG, job_keys.user_tag("alice")])
 async def test_a_forged_end_of_a_job_is_reported_as_unknown(valkey_client: Redis, tag: str) -> None:
     client: Any = valkey_client

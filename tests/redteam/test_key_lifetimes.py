@@ -48,6 +48,14 @@ async def browser(api: ServedApi, key: str) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
+async def let_end(api: ServedApi, key_id: str) -> None:
+    """Makes the key one that ended a day ago."""
+    async with api.services.database.session() as session:
+        ended = text("update api_keys set expires_at = now() - interval '1 day' where id = :id")
+        await session.execute(ended, {"id": key_id})
+    api.services.authenticator.forget_all()
+
+
 async def test_a_key_makes_no_key_that_may_do_more_or_be_used_from_elsewhere(
     api: ServedApi,
 ) -> None:
@@ -108,10 +116,7 @@ async def test_what_a_key_made_that_has_ended_is_still_found_and_ended_by_its_re
         user_key = {"role": "user", "user_id": api.user, "label": "evil", "expires_at": None}
         second = (await thief.post("/api-keys", json=user_key)).json()
         rotated = (await thief.post("/api-keys/self/rotate", json={})).json()
-    async with api.services.database.session() as session:
-        ended = text("update api_keys set expires_at = now() - interval '1 day' where id = :id")
-        await session.execute(ended, {"id": stolen["id"]})
-    api.services.authenticator.forget_all()
+    await let_end(api, stolen["id"])
     made = (endless, second, rotated)
     async with api.client(api.admin_key) as admin:
         gone = await admin.delete(f"/api-keys/{stolen['id']}", params={"keys": True})
@@ -119,6 +124,21 @@ async def test_what_a_key_made_that_has_ended_is_still_found_and_ended_by_its_re
     for key in made:
         async with api.client(key["api_key"]) as thief:
             assert (await thief.get("/api-keys/self")).status_code == 401
+
+
+async def test_an_administrators_key_with_keys_makes_one_that_outlives_it_and_makes_others(
+    api: ServedApi,
+) -> None:
+    stolen = await make(api, role="admin", user_id=None, scopes=["keys"], expires_at=in_an_hour())
+    body = {"role": "admin", "label": "evil", "scopes": ["keys"], "expires_at": None}
+    async with api.client(stolen["api_key"]) as thief:
+        endless = (await thief.post("/api-keys", json=body)).json()
+    await let_end(api, stolen["id"])
+    async with api.client(stolen["api_key"]) as thief:
+        assert (await thief.get("/api-keys/self")).status_code == 401
+    async with api.client(endless["api_key"]) as thief:
+        assert (await thief.get("/api-keys/self")).json()["expires_at"] is None
+        assert (await thief.post("/api-keys", json=body)).status_code == 201
 
 
 async def test_a_session_of_a_user_ends_when_all_of_their_keys_are_revoked(

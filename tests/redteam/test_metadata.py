@@ -116,6 +116,29 @@ async def test_maintenance_ends_no_worker_by_forged_metadata(
     assert find_anomalies(await scanner.scan_suspects([suspect], 1), limits) == []
 
 
+async def test_genuine_metadata_that_are_shown_again_count_as_long_as_they_are_valid(
+    harness: ActivityHarness,
+) -> None:
+    """Those of a minute's rest in place of those of now. No longer than a mark lives: an earlier
+    state is not believed."""
+    user, ref = await victim(harness)
+    rested = await reply_of(harness.client.hgetall(keys.metadata(user)))
+    valid_for = int(rested[VALID_UNTIL.encode()]) / 1000 - time.time()
+    assert 0 < valid_for <= keys.MARK_TTL_S
+    now_ms = int(time.time() * 1000)
+    await harness.renew_mark(
+        user, ref.worker_id, ref.epoch, state="Processing", last_activity_ms=now_ms
+    )
+    check = CheckWorker(user_id=user, worker=ref)
+    genuine = await harness.run(harness.checking.check_worker, check)
+    assert (genuine.worker_state, time.time() - genuine.last_activity < 30) == ("Processing", True)
+    await reply_of(harness.client.delete(keys.metadata(user)))
+    await reply_of(harness.client.hset(keys.metadata(user), mapping=rested))
+    shown_again = await harness.run(harness.checking.check_worker, check)
+    assert (shown_again.marked, shown_again.worker_state) == (True, "Active")
+    assert time.time() - shown_again.last_activity > USED - 1
+
+
 async def test_maintenance_ends_a_worker_that_says_itself_that_it_drains(
     harness: ActivityHarness,
 ) -> None:

@@ -20,6 +20,7 @@ import msgspec
 import pytest
 from prometheus_client import REGISTRY
 from sqlalchemy import select, text
+from structlog.testing import capture_logs
 
 from activities.events.recorder import LATE_NEWS, Recorder
 from activities.events.stream import GROUPS, KEY_TIMEOUT_S, RECORDER_GROUP, EventStream
@@ -282,6 +283,25 @@ async def test_an_event_without_the_assignments_key_reaches_no_handler(
     assert heard.events == [genuine]
     assert stream.refused.count == 6
     assert (REGISTRY.get_sample_value(*refused) or 0) - before == 6
+
+
+async def test_many_forged_events_are_counted_and_logged_once_for_each_user_and_epoch(
+    harness: ActivityHarness,
+) -> None:
+    user, heard = await harness.user(), FailingHandler()
+    event, strangers = make_fill_event(user, str(UUID(int=1))), MessageSecrets([new_version(1)])
+    for _ in range(20):
+        await harness.send_event(event, strangers)
+        await harness.send_event(msgspec.structs.replace(event, epoch=2), strangers)
+    await harness.send_event(event)
+    stream = EventStream(harness.client, RECORDER_GROUP, heard, harness.secrets)
+    with capture_logs() as logs:
+        async with run_streams(stream):
+            await wait_for_events(heard, 1)
+    assert stream.refused.count == 40
+    assert [line["of"] for line in logs if line["event"] == "event_not_authentic"] == [
+        f"event of user {user}, epoch {epoch}" for epoch in (1, 2)
+    ]
 
 
 async def test_an_event_under_a_rotated_secret_waits_until_the_reader_has_it(

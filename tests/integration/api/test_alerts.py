@@ -15,11 +15,13 @@ from email import message_from_bytes
 from email.policy import default
 from pathlib import Path
 
+import msgspec
 import pytest
 from redis.asyncio import Redis
 from sqlalchemy import text
 
 from api.fleet.alerts import OperatorAlerts
+from infra.alerts.book import AlertBook, AlertMessage, OperatorAlert
 from infra.alerts.errors import collector
 from infra.database.dead_letters import DeadLetter, DeadLetters
 from infra.database.engine import Database, DatabaseUnavailable
@@ -148,6 +150,32 @@ async def test_an_error_that_a_process_logs_alerts_once_and_is_counted(calling: 
         await report(client, "api|e", "e in api")
         await alerts.look()
     assert await jobs(client) == told
+
+
+@pytest.mark.parametrize("where", ["stream", "book"])
+async def test_anyone_who_has_valkey_suppresses_and_makes_up_alerts_but_does_not_say_who_gets_them(
+    calling: ServedApi, where: str
+) -> None:
+    """Errors on their way are unsigned, and so is what was sent."""
+    client, alerts = calling.services.valkey, calling.services.alerts
+    await report(client, "api|lost", "lost in api")
+    if where == "stream":
+        await client.delete(keys.ERRORS)
+        await report(client, "api|made-up", "made up")
+    else:
+        now = time.time()
+        told = OperatorAlert(text="", first_at=now, last_at=now, told=1e9, told_at=now)
+        forged = AlertMessage(number=7, at=int(now), subject="made up", lines=["made up"])
+        book = AlertBook(alerts={"error|api|lost": told}, message=forged)
+        await client.set(keys.ALERTS, msgspec.json.encode(book))
+    await alerts.look()
+    sent = [json.loads(body) for body in (await jobs(client)).values()]
+    assert len(sent) == 2
+    assert all("made up" in repr(job) and "lost in api" not in repr(job) for job in sent)
+    assert {job.get("to") or job["url"] for job in sent} == {
+        TO,
+        "https://hooks.example/secret-path",
+    }
 
 
 async def test_a_dead_letter_alerts_when_it_comes_and_when_it_is_gone(calling: ServedApi) -> None:

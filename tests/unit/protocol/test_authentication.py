@@ -10,6 +10,7 @@ from worker_runtime.protocol.authentication import (
     MAX_MAC_LENGTH,
     AssignmentKeys,
     MessageKey,
+    RefusalCounter,
     sign,
     verify,
 )
@@ -89,3 +90,17 @@ def test_any_text_in_place_of_a_mac_is_refused_without_an_error(mac: str) -> Non
 def test_keys_are_not_shown() -> None:
     shown = repr(AssignmentKeys(request=(NEW,), assignment=(OLD,))) + repr(NEW)
     assert "\\x" not in shown
+
+
+def test_every_refused_message_is_counted_and_the_first_of_each_sender_is_logged() -> None:
+    counted: list[str] = []
+    refused = RefusalCounter(lambda: counted.append("one more"))
+    assert [refused.add("mallory") for _ in range(50)] == [True] + [False] * 49
+    assert [refused.add("alice") for _ in range(2)] == [True, False]
+    assert refused.count == len(counted) == 52
+
+
+def test_a_sender_with_many_names_is_logged_for_a_hundred_of_them() -> None:
+    refused = RefusalCounter()
+    assert sum(refused.add(f"made-up-{number}") for number in range(1000)) == 100
+    assert refused.count == 1000

@@ -165,6 +165,30 @@ def write_versions(settings: Settings, number: int) -> Path:
     return path
 
 
+async def test_who_writes_to_postgresql_alone_makes_no_key_that_counts(api: ServedApi) -> None:
+    """The token of a key ends in a MAC under the API secret, which PostgreSQL does not have."""
+    genuine = api.services.tokens.make()
+    made_up = ApiTokens(write_versions(api.settings, 1)).make()
+    async with api.services.database.session() as session:
+        for token in (genuine, made_up):
+            await api_keys.create_api_key(session, token, "admin")
+    for token, status in ((genuine, 200), (made_up, 401)):
+        async with api.client(token) as client:
+            assert (await client.get("/api-keys")).status_code == status
+
+
+async def test_who_writes_to_postgresql_makes_their_own_key_an_administrators(
+    api: ServedApi,
+) -> None:
+    own = text("update api_keys set role = 'admin', user_id = null where key_hash = :hash")
+    async with api.client(api.key) as user:
+        assert (await user.get("/users")).status_code == 403
+        async with api.services.database.session() as session:
+            await session.execute(own, {"hash": api_keys.hash_token(api.key)})
+        api.services.authenticator.forget_all()  # as after `api_key_cache` seconds
+        assert (await user.get("/users")).status_code == 200
+
+
 async def test_a_key_ends_by_itself(api: ServedApi) -> None:
     ends = datetime.now(UTC) + timedelta(seconds=1.5)
     body = {

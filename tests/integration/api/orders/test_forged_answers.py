@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 from prometheus_client import REGISTRY
 from redis.asyncio import Redis
+from structlog.testing import capture_logs
 
 from infra.database.workers import sessions as worker_sessions
 from infra.vault.message_secret import MessageSecrets
@@ -103,6 +104,27 @@ async def test_a_forged_answer_is_as_if_it_were_not_there(
     assert (await waiting).json()["state"] == "filled"
     await until(lambda: api.services.answers.pending == 0)
     assert (REGISTRY.get_sample_value(*refused) or 0) - before == 2
+
+
+async def test_many_forged_answers_are_counted_and_logged_once(
+    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker, valkey_client: Redis
+) -> None:
+    refused = ("berth_messages_refused_total", {"kind": "answer"})
+    before = REGISTRY.get_sample_value(*refused) or 0
+    worker = await start_worker(api.user, silent)
+    waiting = asyncio.create_task(user.post(f"/users/{api.user}/orders?wait=30", json=an_order()))
+    await worker.taken.wait()
+    (order,) = worker.popped
+    with capture_logs() as logs:
+        for _ in range(20):
+            assert await valkey_client.publish(order.reply_to, by_a_stranger(order)) == 1
+        await until(lambda: (REGISTRY.get_sample_value(*refused) or 0) - before == 20)
+        await worker.answer_later(filled(order))
+        assert (await waiting).json()["state"] == "filled"
+    logged = [
+        (line["user_id"], line["reason"]) for line in logs if line["event"] == "answer_refused"
+    ]
+    assert logged == [(api.user, "not its author's")]
 
 
 @pytest.mark.parametrize("successor", [True, False])

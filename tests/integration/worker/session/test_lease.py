@@ -16,6 +16,7 @@ from tests.support.workers.harness import WorkerHarness
 from worker_runtime.process.shared_state import KILL_MARGIN_S
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.launch import ExitCode
+from worker_runtime.protocol.worker_reports import VALID_UNTIL
 
 #: Seconds of a lease. 5 s before its end a session closes, so 4.5 s without a renewal harm nobody:
 #: more than a machine stands still now and then.
@@ -47,6 +48,15 @@ def test_a_later_owner_ends_the_worker_and_no_order_is_submitted(harness: Worker
     assert not any(alive(pid) for pid in children)
     # The order is still there for the new owner.
     assert harness.client.execute("LLEN", keys.requests(harness.user)) == 1
+
+
+def test_metadata_count_no_longer_than_the_mark_lives_that_is_written_with_them(
+    harness: WorkerHarness,
+) -> None:
+    worker = harness.active()
+    valid_until_ms = int(harness.metadata()[VALID_UNTIL])
+    assert worker.config.mark_ttl == keys.MARK_TTL_S
+    assert 0 < valid_until_ms - harness.now_ms() <= keys.MARK_TTL_S * 1000
 
 
 def test_an_idle_worker_learns_of_a_later_owner_by_its_renewal(harness: WorkerHarness) -> None:

@@ -15,8 +15,9 @@ from infra.vault.secret_versions import new_version
 from tests.support.message_signing import SECRETS
 from tests.support.waiting import eventually
 from tests.support.workers.harness import WorkerHarness
+from tests.support.workers.trading import make_broker_order
 from worker_runtime.protocol import keys
-from worker_runtime.protocol.messages import PlaceOrder, encode
+from worker_runtime.protocol.messages import OrderState, PlaceOrder, encode
 from worker_runtime.protocol.requests import parse_frame, sign_request
 
 #: Another user's worker has its own request key, and those of an installation of its own.
@@ -197,3 +198,34 @@ def test_a_genuine_order_pushed_again_after_its_deadline_is_not_executed_by_the_
     assert order.order_id not in second.placed()
     assert not harness.answered(order.request_id)
     assert [line["reason"] for line in second.logged("request_refused")] == ["late"]
+
+
+@pytest.mark.parametrize("kept", ["nothing", "its journal entry", "its first event", "the list"])
+def test_a_genuine_order_pushed_again_before_its_deadline_is_submitted_twice_if_nothing_shows_it(
+    harness: WorkerHarness, kept: str
+) -> None:
+    """By the next worker. Each of the other three keeps it from that: the journal entry, the event
+    that the submission began, by which our books know it, and the broker's list."""
+    first = harness.active()
+    order = harness.order()
+    item = harness.enqueue(order)
+    assert harness.answer(order.request_id).failure is None
+    assert first.placed() == [order.order_id]
+    first.kill()
+    names = [name(harness.user, order.request_id) for name in (keys.seen, keys.response)]
+    if kept != "its journal entry":
+        names.append(keys.journal(harness.user, order.order_id))
+    harness.client.execute("DEL", *names)
+    began = kept == "its first event"
+    harness.open_orders = [msgspec.structs.replace(order, begun=began)]
+    second = harness.ready()
+    if kept == "the list":
+        second.broker_lists(make_broker_order(order, OrderState.SUBMITTED))
+    assert harness.claim(second, claim_id="c2", epoch=2).failure is None
+    harness.push_item(item)
+    outcome = harness.answer(order.request_id).outcome
+    assert outcome is not None
+    assert second.placed() == ([order.order_id] if kept == "nothing" else [])
+    if kept != "nothing":
+        known = OrderState.SUBMITTED if kept == "the list" else OrderState.UNKNOWN
+        assert outcome.state == known
