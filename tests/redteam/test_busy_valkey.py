@@ -20,7 +20,6 @@ from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, ConnectionError
 
 from activities.events.quota_watcher import BUSY_SHARE, MAX_BYTES, MAX_NAMES, READ_INTERVAL_S
-from infra import tasks
 from infra.local.servers import ValkeyServer
 from infra.valkey.client import reply_of, text_of
 from tests.integration.activities.events.test_quotas import WatchedFleet
@@ -128,37 +127,6 @@ async def test_a_worker_that_keeps_valkey_busy_for_half_of_the_time_is_cut_off(
     assert asked > BUSY_SHARE
     assert "keeps Valkey busy" in reason, "cut off for something else"
     assert fleet.cutting.count == 1, "the other worker was cut off, too"
-
-
-async def test_a_worker_whose_slow_commands_come_from_a_new_connection_each_time_stays(
-    fleet: WatchedFleet, valkey_server: ValkeyServer
-) -> None:
-    """Valkey notes the address of a slow command, and a connection that has ended is on no list of
-    clients any more."""
-    user, worker = await fleet.connected()
-    name = keys.requests(user)
-    async with fleet.login(worker) as hostile:
-        await fill(hostile, name, SLOW)
-
-    async def attack_on() -> None:
-        while True:
-            async with fleet.login(worker) as hostile:
-                pipe = hostile.pipeline(transaction=False)
-                for _ in range(5):
-                    pipe.lrem(name, 0, "y" * SLOW)
-                await pipe.execute()
-
-    thread = ThreadTimes(valkey_server)
-    attacking = [asyncio.create_task(attack_on()) for _ in range(2)]
-    for _ in range(16):
-        asked, got = thread.shares()
-        fleet.watcher.busy_share = BUSY_SHARE * got
-        await fleet.watcher.look()
-        await asyncio.sleep(READ_INTERVAL_S)
-    assert not any(attack.done() for attack in attacking)
-    await tasks.cancel_tasks(*attacking)
-    assert asked > BUSY_SHARE
-    assert not fleet.cutting.count
 
 
 async def test_a_worker_that_keeps_valkey_busy_for_a_quarter_of_the_time_stays(

@@ -7,7 +7,6 @@ import asyncio
 import json
 import os
 import sys
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,12 @@ from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, ConnectionError
 
 from activities.events.quota_watcher import (
-    BUSY_SHARE,
     BYTES_PER_SENT_BYTE,
     MAX_FLEET_BYTES_PER_S,
     READ_INTERVAL_S,
     ClientCounts,
     QuotaWatcher,
 )
-from infra import tasks
 from infra.local.servers import ValkeyServer
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
@@ -228,39 +225,6 @@ async def test_slow_commands_of_a_fleet_end_its_login(runners: WatchedRunners) -
         for attack in attacking:
             with pytest.raises(ENDED):
                 await attack
-
-
-async def test_slow_commands_from_a_new_connection_each_time_do_not_end_its_login(
-    runners: WatchedRunners,
-) -> None:
-    """Valkey notes the address of a slow command. A connection that has ended is on no list of
-    clients any more, so nobody can tell whose it was. Compare the test before."""
-    runners.watcher.busy_share = 0.01
-    name = job_keys.mailbox(TAG, "made-up")
-    for _ in range(100):
-        await reply_of(runners.client.rpush(name, *["x" * 20] * 10_000))
-    [*_, latest] = [-1, *(entry["id"] for entry in await runners.client.slowlog_get(1))]
-
-    async def attack_on() -> None:
-        while True:
-            async with runners.login() as hostile:
-                await reply_of(hostile.lrem(name, 0, "none"))
-
-    began = time.monotonic()
-    attacking = [asyncio.create_task(attack_on()) for _ in range(2)]
-    for _ in range(16):
-        await runners.watcher.look()
-        await asyncio.sleep(READ_INTERVAL_S)
-    assert not any(attack.done() for attack in attacking)
-    await tasks.cancel_tasks(*attacking)
-    lasted = time.monotonic() - began
-    slow = sum(
-        entry["duration"] / 1e6
-        for entry in await runners.client.slowlog_get(1024)
-        if entry["id"] > latest and entry["command"].startswith(b"LREM")
-    )
-    assert slow > BUSY_SHARE * lasted
-    assert await runners.has_login()
 
 
 async def test_a_fleet_with_a_large_backlog_and_much_to_do_stays(runners: WatchedRunners) -> None:
