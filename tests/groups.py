@@ -6,7 +6,7 @@ of them builds its own fixture, so one process runs them all.
 A busy unit runs a whole system and keeps a core busy. The others mostly wait: for timeouts,
 restarts and processes. So there are more processes than cores, and at most `MAX_BUSY_UNITS` busy
 units at a time, which begin first. A unit that takes two places has no busy one next to it: a
-process that could only begin such a one waits.
+process that could begin only a busy one waits.
 """
 
 from __future__ import annotations

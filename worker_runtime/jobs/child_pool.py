@@ -92,7 +92,8 @@ NOT_FORKED_RETRY_DELAY_S = 5.0
 
 
 class NotForked(BerthError, code="JOB_NOT_FORKED", retryable=True):
-    """No child could be made for a job: the host has no process, memory or descriptor left."""
+    """No child could be made for a job: the host has no process, memory or descriptor left, or the
+    fork server has just ended."""
 
     def __init__(self, detail: str = "") -> None:
         super().__init__(detail, retry_after=NOT_FORKED_RETRY_DELAY_S)

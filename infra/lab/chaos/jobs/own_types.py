@@ -7,6 +7,7 @@ as failed, and never start a second time. Each failure for good is handled by ex
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import random
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 from berth_jobs.options import job_fields
 from redis import Redis
 
@@ -56,6 +58,7 @@ class OwnTypesChaos:
         self._client: Redis = Redis.from_url(url)
         self._numbers = itertools.count(1)
         self._runners: list[subprocess.Popen[bytes]] = []
+        self._frozen_servers: list[psutil.Process] = []
         self.ledger = folder / "own-ledger"
         self.sent: dict[str, str] = {}
         self.ended: dict[str, bytes] = {}
@@ -87,6 +90,10 @@ class OwnTypesChaos:
             for runner in self._runners:
                 runner.kill()
                 runner.wait()
+            # One that was frozen before it asked the kernel to end it with its runner is left.
+            for server in self._frozen_servers:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    server.kill()
             self._client.close()
 
     def _keep_runners(self) -> None:
@@ -151,10 +158,11 @@ class OwnTypesChaos:
             elif fault == "frozen runner":
                 self._freeze(runner.pid)
             elif fault == "frozen fork server" and servers:
+                self._frozen_servers.append(psutil.Process(servers[0]))
                 os.kill(servers[0], signal.SIGSTOP)  # for ever: its runner has to notice
             else:
                 return
-        except ProcessLookupError:
+        except (ProcessLookupError, psutil.NoSuchProcess):
             return
         self.by_fault[fault] += 1
 
