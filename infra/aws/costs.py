@@ -152,13 +152,14 @@ def table() -> str:
     lines.append("| **all** |" + "".join(f" **{total:,.0f}** |" for total in sums))
     each = zip(sums, USER_COUNTS, strict=True)
     lines.append("| a user |" + "".join(f" {total / users:,.2f} |" for total, users in each))
-    managed = ", ".join(
+    *managed, last_managed = (
         f"{ELASTICACHE_USD_PER_HOUR[CostLoad(users=users).size] * HOURS_PER_MONTH:,.0f}"
         for users in USER_COUNTS
     )
     lines += [
         "",
-        f"ElastiCache with a standby, in place of Valkey on a host of our own: {managed}.",
+        f"ElastiCache with a standby costs {', '.join(managed)} and {last_managed} instead of the "
+        "Valkey host's figures.",
     ]
     return "\n".join(lines)
 
