@@ -42,7 +42,7 @@ class Market(StrEnum):
 
 @dataclass(frozen=True)
 class Hours:
-    """The hours in which orders are taken; those of an evening end on the next morning."""
+    """The hours of a day in which orders are taken."""
 
     opens: time
     closes: time
@@ -149,6 +149,8 @@ class Calendar:
         evening = rule.evening
         if evening is None:
             return False
+        if not evening.ends_next_day:
+            return evening.opens <= now <= evening.closes and self._has_evening(day)
         if now >= evening.opens:
             return self._has_evening(day)
         return now <= evening.closes and self._has_evening(day - timedelta(days=1))

@@ -80,13 +80,18 @@ class QuantityChange(StrEnum):
 
 
 class TradingHours(RecordPart, frozen=True, kw_only=True):
-    """A session of a trading day. An evening that closes before it opens ends on the next day."""
+    """A session of a trading day. An evening that closes before it opens ends on the next day, any
+    other one on its own."""
 
     #: When orders are taken.
     opens: time
     closes: time
     #: When matching begins.
     bell: time
+
+    @property
+    def ends_next_day(self) -> bool:
+        return self.closes < self.opens
 
 
 class LotRule(RecordPart, frozen=True, kw_only=True):
@@ -495,6 +500,8 @@ def _check_market(name: str, market: MarketRule) -> None:
             f"markets.{name}.day: it opens at {day.opens}, the bell is at {day.bell}, and it closes"
             f" at {day.closes}. Write them in this order; hours past midnight are an `evening`"
         )
+    if market.evening is not None:
+        _check_evening(name, day, market.evening)
     for number, rule in enumerate(market.orders):
         if not all((rule.lots, rule.price_types, rule.times_in_force)):
             raise ValueError(
@@ -531,6 +538,35 @@ def _check_market(name: str, market: MarketRule) -> None:
     for lot, lot_rule in market.lots.items():
         if lot_rule.min_quantity > lot_rule.max_quantity:
             raise ValueError(f"markets.{name}.lots.{lot}: min_quantity is above max_quantity")
+        _check_after_close(f"markets.{name}.lots.{lot}", day, lot_rule)
+
+
+def _check_evening(name: str, day: TradingHours, evening: TradingHours) -> None:
+    in_order = evening.opens <= evening.bell
+    if not in_order or (not evening.ends_next_day and evening.bell >= evening.closes):
+        raise ValueError(
+            f"markets.{name}.evening: it opens at {evening.opens}, the bell is at {evening.bell},"
+            f" and it closes at {evening.closes}. Write them in this order; only `closes` may be on"
+            " the next morning"
+        )
+    if evening.opens < day.closes or (evening.ends_next_day and evening.closes > day.opens):
+        raise ValueError(
+            f"markets.{name}.evening: {evening.opens} to {evening.closes} overlaps the day, which"
+            f" is {day.opens} to {day.closes}. It begins after the day's close and ends before the"
+            " next day opens"
+        )
+
+
+def _check_after_close(place: str, day: TradingHours, rule: LotRule) -> None:
+    if rule.after_close_min is None:
+        return
+    first, last = rule.after_close_min
+    closes_min = day.closes.hour * 60 + day.closes.minute
+    if not 0 <= first < last or closes_min + last >= 24 * 60:
+        raise ValueError(
+            f"{place}.after_close_min: {first} to {last} minutes after {day.closes} is no time of"
+            " that day. Write when it begins, then when it ends"
+        )
 
 
 def _check_odd_lots(name: str, market: MarketRule) -> None:

@@ -172,13 +172,15 @@ def _open_order(order: Order) -> PlaceOrder:
 _DISABLED = select(User.id).where(User.disabled_at.is_not(None))
 _clock = cast(func.timezone(HOME_ZONE_NAME, Order.created_at), Time)
 _home_markets = home_broker().record.markets
-#: In the evening session of a home market, which ends on the next morning.
+#: In the evening session of a home market, which may end on the next morning.
 _in_evening = or_(
     false(),
     *(
         and_(
             BrokerAccount.broker_type == name,
-            or_(_clock >= market.evening.opens, _clock < market.evening.closes),
+            (or_ if market.evening.ends_next_day else and_)(
+                _clock >= market.evening.opens, _clock < market.evening.closes
+            ),
         )
         for name, market in _home_markets.items()
         if market.evening is not None

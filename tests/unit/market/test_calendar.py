@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import UTC, date, datetime, timedelta
+from datetime import UTC, date, datetime, time, timedelta
 from pathlib import Path
 from runpy import run_path
 
+import msgspec
 import pytest
 
 from infra.market.calendar import (
@@ -16,6 +17,7 @@ from infra.market.calendar import (
     MarketCalendars,
     load_calendar,
 )
+from worker_runtime.protocol.broker_record import TradingHours
 from worker_runtime.protocol.order_terms import OrderLot
 
 STOCK, FUTURES = Market.STOCK, Market.FUTURES
@@ -81,6 +83,32 @@ def test_orders_are_taken_in_the_hours_of_a_trading_day(
 ) -> None:
     assert load_calendar().is_open(market, at(moment)) is expected
     assert load_calendar().is_open(market, at(moment).astimezone(UTC)) is expected
+
+
+@pytest.mark.parametrize(
+    ("moment", "expected"),
+    [
+        ("2026-11-20 00:30", False),
+        ("2026-11-20 03:30", False),
+        ("2026-11-20 07:30", False),
+        ("2026-11-20 10:00", True),
+        ("2026-11-20 14:30", False),
+        ("2026-11-20 16:59:59", False),
+        ("2026-11-20 17:00", True),
+        ("2026-11-20 23:00", True),
+        ("2026-11-20 23:00:01", False),
+        ("2026-11-21 00:30", False),
+        ("2026-11-21 18:00", False),  # Saturday
+    ],
+)
+def test_an_evening_that_ends_before_midnight_is_closed_after_it(
+    moment: str, expected: bool
+) -> None:
+    home = load_calendar()
+    evening = TradingHours(opens=time(17), bell=time(17), closes=time(23))
+    rule = msgspec.structs.replace(home.markets[FUTURES], evening=evening)
+    days = replace(home, markets={FUTURES: rule})
+    assert days.is_open(FUTURES, at(moment)) is expected
 
 
 def test_an_operators_file_closes_and_shortens_days(tmp_path: Path) -> None:
