@@ -390,9 +390,14 @@ class BrokerRecord(RecordPart, frozen=True, kw_only=True):
     #: What only a person with an account can confirm.
     unconfirmed: tuple[str, ...] = ()
 
+    def has_market(self, broker_type: str) -> bool:
+        """Return True if the broker has this market. Release 0.1.0 stored accounts of any type, and
+        the paper exchange takes their orders."""
+        return broker_type in self.markets or self.is_paper_exchange
+
     def market(self, broker_type: str) -> MarketRule:
-        """Return the market of an account. Release 0.1.0 stored accounts of any type: those trade
-        the first one."""
+        """Return the market of an account; the first one if its type is not in the record
+        (`has_market`)."""
         return self.markets.get(broker_type) or next(iter(self.markets.values()))
 
     def needed_credentials(self, *, simulation: bool) -> list[str]:

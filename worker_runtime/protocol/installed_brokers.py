@@ -71,11 +71,18 @@ def announced_brokers() -> str:
 
 
 def market_of(broker: str, broker_type: str) -> tuple[Plugin, MarketRule]:
-    """Return an account's broker and market. Raises `BrokerNotInstalled`. A look-up in memory."""
+    """Return an account's broker and market. Raises `BrokerNotInstalled`, also if the broker has no
+    such market in the record that is installed. A look-up in memory."""
     plugin = installed_brokers().get(broker)
     if plugin is None:
         raise BrokerNotInstalled(
             f"There is no broker {broker} here. Ask an operator to install it."
+        )
+    if not plugin.record.has_market(broker_type):
+        raise BrokerNotInstalled(
+            f"The broker {broker} has no market {broker_type} here: version "
+            f"{plugin.record.version} of its record is installed. Ask an operator to install a "
+            "release that has it."
         )
     return plugin, plugin.record.market(broker_type)
 

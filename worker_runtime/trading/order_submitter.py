@@ -32,7 +32,7 @@ from worker_runtime.protocol.errors import (
     TradingHalted,
     WorkerUnavailable,
 )
-from worker_runtime.protocol.installed_brokers import installed_brokers
+from worker_runtime.protocol.installed_brokers import market_of
 from worker_runtime.protocol.messages import (
     Failure,
     OrderEvent,
@@ -110,12 +110,12 @@ def check_price_bounds(request: PlaceOrder | ReplaceOrder, broker: Broker) -> No
 
 def check_terms(order: PlaceOrder, key: ConnectionKey) -> None:
     """Raises `PriceTypeRule` or `OrderTermsRule` for terms that this worker's record of the broker
-    does not have, as when the API has a newer record: nothing is sent then. A look-up in memory."""
-    plugin = installed_brokers().get(key.broker)
-    if plugin is not None:
-        refusal = plugin.record.market(key.broker_type).refusal(*terms_of(order))
-        if refusal is not None:
-            raise refusal
+    does not have, and `BrokerNotInstalled` for such a market, as when the API has a newer record:
+    nothing is sent then. A look-up in memory."""
+    _, market = market_of(key.broker, key.broker_type)
+    refusal = market.refusal(*terms_of(order))
+    if refusal is not None:
+        raise refusal
 
 
 def flush_and_check_switch(
