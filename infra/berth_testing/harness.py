@@ -23,6 +23,7 @@ from worker_runtime.brokers.port import (
     Side,
     TimeInForce,
 )
+from worker_runtime.protocol.broker_record import QuantityChange
 from worker_runtime.protocol.messages import PlaceOrder
 
 _numbers = itertools.count(1)
@@ -63,6 +64,15 @@ class StageFacts:
     times_in_force: Sequence[TimeInForce] = tuple(TimeInForce)
     #: What the suite's market orders have.
     market_time_in_force: TimeInForce = TimeInForce.ROD
+    #: False: a session lists its own orders only, as the record says of the stage's system
+    #: (`lists.all_sessions`, or `all_sessions_in_simulation`).
+    all_sessions: bool = True
+    #: As in the record. With `UNSUPPORTED` the suite changes prices only.
+    quantity_change: QuantityChange = QuantityChange.NEW_TOTAL
+
+    @property
+    def changes_quantities(self) -> bool:
+        return self.quantity_change is not QuantityChange.UNSUPPORTED
 
     def price(self, steps: int) -> Decimal:
         """Return a price of N steps."""
@@ -79,7 +89,10 @@ class StageFacts:
 
 class BrokerStage(Protocol):
     """The adapter under test, and its broker's other side:
-    a stand-in, or a test system of the broker."""
+    a stand-in, or a test system of the broker.
+
+    A test that needs a method which your stage does not have fails, and names it.
+    """
 
     @property
     def facts(self) -> StageFacts: ...
@@ -97,6 +110,12 @@ class BrokerStage(Protocol):
         """Make an unconnected session, as the adapter's factory does."""
         ...
 
+    def other_system(self, account: str, on_order: OnOrderChanged) -> Broker | None:
+        """Make an unconnected session of the broker's other system, which has none of the stage's
+        accounts: by a key whose `simulation` is the other one, with the same options. None if the
+        broker has one system only."""
+        ...
+
     def set_price(self, symbol: str, price: Decimal) -> None:
         """Move the market; orders that it crosses are filled."""
         ...
@@ -111,6 +130,20 @@ class BrokerStage(Protocol):
 
     def silence_next(self, account: str) -> None:
         """Take the next order, and never answer it."""
+        ...
+
+    def drop_next_change(self, account: str) -> None:
+        """Do the account's next cancel or replacement, and lose the connection before its
+        answer."""
+        ...
+
+    def silence_next_change(self, account: str) -> None:
+        """Do the account's next cancel or replacement, and never answer it."""
+        ...
+
+    def count_changes(self, account: str) -> int:
+        """Return how many cancels and replacements of the account have arrived at the broker's
+        side, refused ones, too."""
         ...
 
     def taken(self, account: str) -> list[BookedOrder]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+from collections import Counter
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
@@ -40,6 +41,8 @@ class ExchangeAccounts:
             )
             for name, key_hash, person_id, behaviour in ledger.accounts()
         }
+        #: Cancels and replacements that arrived, by account.
+        self.received_changes: Counter[str] = Counter()
         #: Accounts with ordered faults.
         self._faulty: set[str] = set()
         for name in self._accounts:

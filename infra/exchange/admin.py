@@ -64,6 +64,10 @@ class EndedSessions(_AdminModel):
     sessions: int
 
 
+class ReceivedChanges(_AdminModel):
+    changes: int
+
+
 class ExpiredOrders(_AdminModel):
     orders: int
 
@@ -101,6 +105,12 @@ def create_admin(exchange: PaperExchange) -> FastAPI:
         return EndedSessions(
             sessions=exchange.sessions.end(account, body.reason, abrupt=body.abrupt)
         )
+
+    @app.get("/accounts/{account}/changes")
+    async def count_changes(account: AccountName) -> ReceivedChanges:
+        """Counts the cancels and replacements that arrived since the exchange started, also refused
+        ones."""
+        return ReceivedChanges(changes=exchange.accounts.received_changes[account])
 
     @app.put("/accounts/{account}/fault-plan", status_code=204)
     async def set_fault_plan(account: AccountName, plan: FaultPlan) -> None:

@@ -93,6 +93,11 @@ class ExchangeAdmin:
     async def behaviour(self, account: str) -> Behaviour:
         return Behaviour.model_validate(await self._call("GET", f"/accounts/{account}/behaviour"))
 
+    async def count_changes(self, account: str) -> int:
+        """Returns how many cancels and replacements of the account have arrived since the exchange
+        started."""
+        return int((await self._call("GET", f"/accounts/{account}/changes"))["changes"])
+
     async def ledger(self, account: str | None = None, after: str = "") -> list[LedgerOrder]:
         """Lists orders with fills, oldest first; `after` is the last broker order id already
         read."""

@@ -240,6 +240,7 @@ class ExchangeConnection(asyncio.Protocol):
 
     def _change(self, session: LedgerSession, request: Cancel | Replace) -> None:
         fault_hits, account = self._exchange.accounts.fault_hits, session.account
+        self._exchange.accounts.received_changes[account] += 1
         if fault_hits(account, FaultPoint.LOST_CHANGE):
             return
         self._exchange.sessions.admit(session, ExchangeCallKind.ORDER)

@@ -114,6 +114,119 @@ def test_a_broker_without_fok_passes_the_suite(
     assert "1 passed" in done.stdout
 
 
+#: The adapter sends a call again whose answer was lost.
+REPEATS = (
+    "berth_harbour/adapter.py",
+    "            status, answer = self._request(method, path, timeout, body)\n"
+    "        except NotSent as error:\n",
+    "            try:\n"
+    "                status, answer = self._request(method, path, timeout, body)\n"
+    "            except NO_ANSWER:\n"
+    "                status, answer = self._request(method, path, timeout, body)\n"
+    "        except NotSent as error:\n",
+)
+
+
+@pytest.mark.parametrize(
+    ("test", "change"),
+    [
+        ("lost_change and silence", REPEATS),
+        ("lost_cancel and drop", REPEATS),
+        (
+            "lost_change and drop",
+            (
+                "berth_harbour/adapter.py",
+                "            raise OutcomeUnknown(self._down) from None\n",
+                '            kind = SessionDown if method != "POST" else OutcomeUnknown\n'
+                "            raise kind(self._down) from None\n",
+            ),
+        ),
+        (
+            "system_that_its_key_names",
+            (
+                "berth_harbour/adapter.py",
+                'name = "simulation_address" if key.simulation else "address"',
+                'name = "simulation_address"',
+            ),
+        ),
+    ],
+    ids=["repeats a change", "repeats a cancel", "takes a change for unsent", "ignores the system"],
+)
+def test_the_suite_finds_an_adapter_that_does_too_much(
+    installed: Path, project: Path, tmp_path: Path, test: str, change: tuple[str, str, str]
+) -> None:
+    done = run_changed(installed, project, tmp_path, test, change)
+    assert done.returncode == 1, done.stdout
+    assert "1 failed" in done.stdout
+
+
+def test_a_broker_whose_sessions_list_their_own_orders_passes_the_suite(
+    installed: Path, project: Path, tmp_path: Path
+) -> None:
+    done = run_changed(
+        installed,
+        project,
+        tmp_path,
+        "test_a_new_session_sees or submitted_once",
+        (
+            "berth_harbour/exchange.py",
+            'return {"orders": [row for row in harbour.orders if row["account"] == account]}',
+            'return {"orders": []}',
+        ),
+        (
+            "tests/conftest.py",
+            "market_time_in_force=TimeInForce.IOC,",
+            "market_time_in_force=TimeInForce.IOC,\n        all_sessions=False,",
+        ),
+    )
+    assert done.returncode == 0, done.stdout
+    assert "2 passed" in done.stdout
+
+
+def test_a_broker_that_changes_no_quantities_passes_the_suite(
+    installed: Path, project: Path, tmp_path: Path
+) -> None:
+    done = run_changed(
+        installed,
+        project,
+        tmp_path,
+        "gets_smaller or neither_cancelled",
+        (
+            "berth_harbour/adapter.py",
+            '        changes = {"quantity": quantity,',
+            '        assert quantity is None\n        changes = {"quantity": quantity,',
+        ),
+        (
+            "tests/conftest.py",
+            "market_time_in_force=TimeInForce.IOC,",
+            "market_time_in_force=TimeInForce.IOC,\n"
+            "        quantity_change=QuantityChange.UNSUPPORTED,",
+        ),
+        (
+            "tests/conftest.py",
+            "from worker_runtime.brokers.port import (\n",
+            "from worker_runtime.protocol.broker_record import QuantityChange\n"
+            "from worker_runtime.brokers.port import (\n",
+        ),
+    )
+    assert done.returncode == 0, done.stdout
+    assert "2 passed" in done.stdout
+
+
+def test_a_stage_without_a_fault_is_told_which_one(
+    installed: Path, project: Path, tmp_path: Path
+) -> None:
+    done = run_changed(
+        installed,
+        project,
+        tmp_path,
+        "lost_cancel and drop",
+        ("tests/conftest.py", "def drop_next_change(", "def drop_next_cancel("),
+    )
+    assert done.returncode == 1, done.stdout
+    assert "HarbourStage has no `drop_next_change`, which this test needs" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("written", "instead"),
     [('"id": f"H{', '"id": f"{70 * \'H\'}{'), ("time.time_ns() // 1_000_000", "int(time.time())")],

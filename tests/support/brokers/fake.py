@@ -6,6 +6,7 @@ taken.
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from decimal import Decimal
 
@@ -52,6 +53,11 @@ class FakeMarket:
         self.drop_next: set[str] = set()
         #: Accounts whose next order is taken and never answered.
         self.silence_next: set[str] = set()
+        #: The same of their next cancel or change.
+        self.drop_next_change: set[str] = set()
+        self.silence_next_change: set[str] = set()
+        #: Cancels and changes that arrived, by account.
+        self.changes: Counter[str] = Counter()
         self._accounts: dict[str, Credentials] = {}
         self._prices: dict[str, Decimal] = {}
         self._lock = threading.RLock()
@@ -113,6 +119,7 @@ class FakeMarket:
         cancel: bool,
     ) -> BrokerOrder:
         with self._lock:
+            self.changes[account] += 1
             own = [
                 index
                 for index, (owner, _, order) in enumerate(self.taken)
@@ -190,14 +197,7 @@ class FakeBroker:
         if timeout <= 0:
             raise OrderRejected("no time was left to send the order; it was not sent")
         taken = self._market.take(self.account, order)
-        if self.account in self._market.drop_next:
-            self._market.drop_next.discard(self.account)
-            self._market.sessions.remove(self)
-            raise OutcomeUnknown("the connection was lost")
-        if self.account in self._market.silence_next:
-            self._market.silence_next.discard(self.account)
-            time.sleep(timeout)
-            raise OutcomeUnknown("no answer in time")
+        self._lose_answer(self._market.drop_next, self._market.silence_next, timeout)
         if taken.state is OrderState.REJECTED:
             raise OrderRejected(taken.reason or "")
         return taken
@@ -207,7 +207,9 @@ class FakeBroker:
 
     def cancel(self, broker_order_id: str, timeout: float) -> BrokerOrder:
         self._check()
-        return self._market.change(self.account, broker_order_id, None, None, cancel=True)
+        cancelled = self._market.change(self.account, broker_order_id, None, None, cancel=True)
+        self._lose_answer(self._market.drop_next_change, self._market.silence_next_change, timeout)
+        return cancelled
 
     def replace(
         self,
@@ -218,7 +220,9 @@ class FakeBroker:
         confirmed: Sequence[ConfirmedQuantityChange] = (),
     ) -> BrokerOrder:
         self._check()
-        return self._market.change(self.account, broker_order_id, quantity, price, cancel=False)
+        changed = self._market.change(self.account, broker_order_id, quantity, price, cancel=False)
+        self._lose_answer(self._market.drop_next_change, self._market.silence_next_change, timeout)
+        return changed
 
     def orders(self, timeout: float) -> Listing:
         self._check()
@@ -261,6 +265,17 @@ class FakeBroker:
         self._closed = True
         if self in self._market.sessions:
             self._market.sessions.remove(self)
+
+    def _lose_answer(self, dropped: set[str], silenced: set[str], timeout: float) -> None:
+        """Raises `OutcomeUnknown` if the answer of this account's call is to be lost."""
+        if self.account in dropped:
+            dropped.discard(self.account)
+            self._market.sessions.remove(self)
+            raise OutcomeUnknown("the connection was lost")
+        if self.account in silenced:
+            silenced.discard(self.account)
+            time.sleep(timeout)
+            raise OutcomeUnknown("no answer in time")
 
     def _check(self) -> None:
         if self not in self._market.sessions:

@@ -59,6 +59,18 @@ class FakeStage:
     def silence_next(self, account: str) -> None:
         self._market.silence_next.add(account)
 
+    def other_system(self, account: str, on_order: OnOrderChanged) -> None:
+        """The market is the only one."""
+
+    def drop_next_change(self, account: str) -> None:
+        self._market.drop_next_change.add(account)
+
+    def silence_next_change(self, account: str) -> None:
+        self._market.silence_next_change.add(account)
+
+    def count_changes(self, account: str) -> int:
+        return self._market.changes[account]
+
     def taken(self, account: str) -> list[BookedOrder]:
         return [
             BookedOrder(note, order.tag, order.state)
@@ -104,6 +116,18 @@ class PaperStage:
 
     def silence_next(self, account: str) -> None:
         self.behave(account, Behaviour(faults={FaultPoint.LOST_ACK: 1}))
+
+    def other_system(self, account: str, on_order: OnOrderChanged) -> None:
+        """The exchange is the only system: nobody trades for real with it."""
+
+    def drop_next_change(self, account: str) -> None:
+        self.behave(account, Behaviour(faults={FaultPoint.DROP_IN_CHANGE: 1}))
+
+    def silence_next_change(self, account: str) -> None:
+        self.behave(account, Behaviour(faults={FaultPoint.LOST_CHANGE_ACK: 1}))
+
+    def count_changes(self, account: str) -> int:
+        return self.ask(lambda admin: admin.count_changes(account))
 
     def taken(self, account: str) -> list[BookedOrder]:
         ledger_orders = self.ask(lambda admin: admin.ledger(account))

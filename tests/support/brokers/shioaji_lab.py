@@ -63,12 +63,25 @@ class ShioajiLabStage:
         self.reject_next = self.paper.reject_next
         self.drop_next = self.paper.drop_next
         self.silence_next = self.paper.silence_next
+        self.drop_next_change = self.paper.drop_next_change
+        self.silence_next_change = self.paper.silence_next_change
+        self.count_changes = self.paper.count_changes
         self.facts = taiwan_facts(adapter, mapping, sdk)
 
     def broker(self, account: str, on_order: OnOrderChanged) -> CertifiedBroker:
+        return self._broker(account, on_order, simulation=False)
+
+    def other_system(self, account: str, on_order: OnOrderChanged) -> CertifiedBroker:
+        """A simulation without accounts."""
+        return self._broker(account, on_order, simulation=True)
+
+    def _broker(
+        self, account: str, on_order: OnOrderChanged, *, simulation: bool
+    ) -> CertifiedBroker:
         def make(simulation: bool) -> BoundStandIn:
+            known = f"{account}-in-simulation" if simulation else account
             self.clients.append(
-                BoundStandIn(REAL, self._address, client="worker", account_of=lambda _: account)
+                BoundStandIn(REAL, self._address, client="worker", account_of=lambda _: known)
             )
             return self.clients[-1]
 
@@ -78,7 +91,7 @@ class ShioajiLabStage:
             FuturesOrder=REAL.FuturesOrder,
             __version__=REAL.__version__,
         )
-        key = ConnectionKey("shioaji", "stock", False, account, account)
+        key = ConnectionKey("shioaji", "stock", simulation, account, account)
         return CertifiedBroker(key, on_order, lambda: loaded)
 
     def taken(self, account: str) -> list[BookedOrder]:

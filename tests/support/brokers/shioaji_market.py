@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -117,6 +118,11 @@ class ShioajiMarket:
         self.drop_next: set[str] = set()
         #: Accounts whose next order is taken and not answered before its call's timeout.
         self.silence_next: set[str] = set()
+        #: The same of cancels and changes.
+        self.drop_next_change: set[str] = set()
+        self.silence_next_change: set[str] = set()
+        #: Cancels and changes that arrived, by account.
+        self.changes: Counter[str] = Counter()
         self._keys: dict[str, tuple[str, str]] = {}
         self._prices: dict[str, Decimal] = {}
         self._events = 0
@@ -378,6 +384,7 @@ class MarketClient(BoundToSdk):
 
         if not market.behaviour.ignores_cancels:
             market.later(market.behaviour.confirms_after, confirm)
+        self._answer_change(timeout)
         return shown
 
     def update_order(
@@ -405,7 +412,23 @@ class MarketClient(BoundToSdk):
                     market.match(row)
 
         market.later(market.behaviour.confirms_after, confirm)
+        self._answer_change(timeout)
         return shown
+
+    def _answer_change(self, timeout: int) -> None:
+        """Counts a cancel or change that was taken, and raises if its answer is to be lost."""
+        market = self._market
+        with market.lock:
+            market.changes[self.account] += 1
+            if self.account in market.drop_next_change:
+                market.drop_next_change.discard(self.account)
+                self.end()
+                raise REAL.ShioajiConnectionError("change: connection reset")
+            silent = self.account in market.silence_next_change
+            market.silence_next_change.discard(self.account)
+        if silent:
+            time.sleep(timeout / 1000)
+            raise REAL.ShioajiConnectionError("change: no answer")
 
     def list_positions(self, account: Any, unit: str, timeout: int) -> list[Any]:
         self._check()
@@ -516,13 +539,24 @@ class ShioajiMarketStage:
         self.market.register(account, api_key, secret_key)
 
     def broker(self, account: str, on_order: OnOrderChanged) -> ShioajiBroker:
+        return self._broker(account, on_order, simulation=self.simulation)
+
+    def other_system(self, account: str, on_order: OnOrderChanged) -> ShioajiBroker:
+        """A system without accounts."""
+        return self._broker(account, on_order, simulation=not self.simulation)
+
+    def _broker(self, account: str, on_order: OnOrderChanged, *, simulation: bool) -> ShioajiBroker:
+        def make(simulation: bool) -> MarketClient:
+            market = self.market if simulation is self.simulation else ShioajiMarket()
+            return market.client(account, self.kind)(simulation)
+
         sdk = SimpleNamespace(
-            Shioaji=self.market.client(account, self.kind),
+            Shioaji=make,
             StockOrder=REAL.StockOrder,
             FuturesOrder=REAL.FuturesOrder,
             __version__=REAL.__version__,
         )
-        key = ConnectionKey("shioaji", self.kind, self.simulation, account, account)
+        key = ConnectionKey("shioaji", self.kind, simulation, account, account)
         return ShioajiBroker(key, on_order, lambda: sdk)
 
     def set_price(self, symbol: str, price: Decimal) -> None:
@@ -536,6 +570,15 @@ class ShioajiMarketStage:
 
     def silence_next(self, account: str) -> None:
         self.market.silence_next.add(account)
+
+    def drop_next_change(self, account: str) -> None:
+        self.market.drop_next_change.add(account)
+
+    def silence_next_change(self, account: str) -> None:
+        self.market.silence_next_change.add(account)
+
+    def count_changes(self, account: str) -> int:
+        return self.market.changes[account]
 
     def taken(self, account: str) -> list[BookedOrder]:
         """Without our order ids: the real broker keeps the tag only."""
