@@ -56,6 +56,43 @@ def test_its_record_is_found_without_importing_it(installed: Path) -> None:
     assert imported == "[]"
 
 
+def test_its_own_polls_and_the_limit_of_its_record_fit_what_the_broker_takes(
+    installed: Path,
+) -> None:
+    program = (
+        "from berth_harbour import adapter, exchange\n"
+        "from worker_runtime.protocol.installed_brokers import installed_brokers\n"
+        "limits = installed_brokers()['harbour'].record.limits\n"
+        "polls = limits.connections * 5 / adapter.POLL_S\n"
+        "assert polls + limits.queries_per_5s <= exchange.QUERIES_PER_5S, polls\n"
+    )
+    done = run(installed, "-c", program)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_session_ends_with_an_event_that_its_adapter_cannot_read(installed: Path) -> None:
+    program = (
+        "import time\n"
+        "from berth_harbour import adapter, exchange\n"
+        "from worker_runtime.brokers.port import ConnectionKey, Credentials\n"
+        "harbour = exchange.Harbour()\n"
+        "harbour.keys['a1'] = 'key', 'secret'\n"
+        "port = exchange.serve(harbour).server_address[1]\n"
+        "key = ConnectionKey('harbour', 'spot', True, 'a1')\n"
+        "options = {'simulation_address': f'127.0.0.1:{port}'}\n"
+        "session = adapter.open_session(key, 'test', print, options)\n"
+        "session.login(Credentials(api_key='key', secret_key='secret'), 5.0)\n"
+        "assert session.alive()\n"
+        "harbour.events.append(('a1', {'number': 1, 'order': {'state': 'paused'}, 'fill': None}))\n"
+        "until = time.monotonic() + 30\n"
+        "while session.alive():\n"
+        "    assert time.monotonic() < until\n"
+        "    time.sleep(0.05)\n"
+    )
+    done = run(installed, "-c", program)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.timeout(180)
 def test_it_passes_the_contract_suite(installed: Path, project: Path) -> None:
     done = run(
