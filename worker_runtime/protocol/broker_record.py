@@ -16,6 +16,7 @@ from decimal import Decimal
 from enum import StrEnum
 from functools import cached_property
 from itertools import product
+from math import isfinite
 from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
@@ -442,9 +443,11 @@ def read_record(text: str, *, where: str, included: Callable[[str], str]) -> Bro
 
     try:
         content = tomllib.loads(text)
-        shared = content.pop("markets_from", None)
-        if isinstance(shared, str):
-            content["markets"] = tomllib.loads(included(shared)) | content.get("markets", {})
+        shared, own = content.pop("markets_from", None), content.get("markets", {})
+        if not isinstance(shared, str | None) or not isinstance(own, dict):
+            raise ValueError("markets_from names a file, and markets are tables ([markets.NAME])")
+        if shared is not None:
+            content["markets"] = tomllib.loads(included(shared)) | own
         if content.get("schema") != SCHEMA_VERSION:
             raise ValueError(
                 f"schema is {content.get('schema')!r}, and this release of Berth reads "
@@ -454,7 +457,7 @@ def read_record(text: str, *, where: str, included: Callable[[str], str]) -> Bro
             content, BrokerRecord, builtin_types=(time, date), strict=False, str_keys=True
         )
         _check(record)
-    except (ValueError, OSError, KeyError) as error:  # TOML's and msgspec's errors are ValueErrors
+    except Exception as error:  # the boundary to a file that others wrote
         raise BrokerRecordRefused(
             f"The broker record {where} cannot be used: {error}{_possible_words(str(error))}"
         ) from None
@@ -472,11 +475,14 @@ def _possible_words(error: str) -> str:
 def read_holidays(text: str, *, where: str) -> HolidayTable:
     """Read a table of holidays. Raises `BrokerRecordRefused`."""
     try:
-        return msgspec.json.decode(text, type=HolidayTable)
-    except (msgspec.DecodeError, ValueError) as error:
+        table = msgspec.json.decode(text, type=HolidayTable)
+        if table.holidays and (latest := max(table.holidays)) > table.last:
+            raise ValueError(f"{latest} is after `last`, which is {table.last}")
+    except Exception as error:  # the boundary to a file that others wrote
         raise BrokerRecordRefused(
             f"The table of holidays {where} cannot be used: {error}"
         ) from None
+    return table
 
 
 def _check(record: BrokerRecord) -> None:
@@ -492,14 +498,37 @@ def _check(record: BrokerRecord) -> None:
             f"tag_length is {record.tag_length}, and Berth's tags have {TAG_LENGTH} characters:"
             " what is cut off would make different orders look the same"
         )
+    _require_local("limits.day_begins", record.limits.day_begins)
+    for place, seconds in (
+        ("lists.lag_s", record.lists.lag_s),
+        ("limits.cool_down_s", record.limits.cool_down_s),
+    ):
+        if not isfinite(seconds):
+            raise ValueError(f"{place} is {seconds}; write a number of seconds")
     for name, market in record.markets.items():
         _check_market(name, market)
+
+
+def _require_local(place: str, *times: time) -> None:
+    for at in times:
+        if at.tzinfo is not None:
+            raise ValueError(f"{place} has the time {at}; write it without an offset")
+
+
+def _require_positive(place: str, *numbers: Decimal | None) -> None:
+    for number in numbers:
+        if number is not None and not (number.is_finite() and number > 0):
+            raise ValueError(f"{place} has the number {number}; write one above 0")
 
 
 def _check_market(name: str, market: MarketRule) -> None:
     if not market.orders:
         raise ValueError(f"markets.{name}.orders: no order could be placed")
+    _require_positive(f"markets.{name}.daily_limit", market.daily_limit)
     day = market.day
+    for session, hours in (("day", day), ("evening", market.evening)):
+        if hours is not None:
+            _require_local(f"markets.{name}.{session}", hours.opens, hours.bell, hours.closes)
     if not day.opens <= day.bell < day.closes:
         raise ValueError(
             f"markets.{name}.day: it opens at {day.opens}, the bell is at {day.bell}, and it closes"
@@ -525,11 +554,11 @@ def _check_market(name: str, market: MarketRule) -> None:
             raise ValueError(
                 f"markets.{name}.symbols: {symbol.pattern!r} is no pattern: {error}"
             ) from None
-        values = (symbol.lot_value, *(step.tick for step in symbol.ticks))
-        if any(value is not None and value <= 0 for value in values):
-            raise ValueError(
-                f"markets.{name}.symbols: {symbol.pattern!r} has a value that is not above 0"
-            )
+        _require_positive(
+            f"markets.{name}.symbols: {symbol.pattern!r}",
+            symbol.lot_value,
+            *(number for step in symbol.ticks for number in (step.below, step.tick)),
+        )
         bounds = [step.below for step in symbol.ticks]
         ends = [bound for bound in bounds if bound is not None]
         if bounds and bounds != [*sorted(set(ends)), None]:
@@ -603,6 +632,10 @@ def _check_contracts(name: str, contracts: ContractCodes) -> None:
             raise ValueError(
                 f"markets.{name}.contracts.{field}: {pattern!r} has a group; write (?:…)"
             )
+    if contracts.final_settlement is not None:
+        _require_local(
+            f"markets.{name}.contracts.final_settlement", contracts.final_settlement.closes
+        )
     if contracts.months and (len(contracts.months) != 12 or contracts.final_settlement is None):
         raise ValueError(
             f"markets.{name}.contracts: months has twelve characters, and needs final_settlement"

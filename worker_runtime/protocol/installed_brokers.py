@@ -93,11 +93,7 @@ def load_plugin(path: Path, distribution: str = "", release: str = "") -> Plugin
     def included(name: str) -> str:
         return (path.parent / name).read_text(encoding="utf-8")
 
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BrokerRecordRefused(f"The broker record {path} cannot be read: {error}") from None
-    record = read_record(text, where=str(path), included=included)
+    record = read_record(_read_text(path), where=str(path), included=included)
     holidays = {}
     for name, market in record.markets.items():
         if market.holidays:
@@ -109,8 +105,17 @@ def load_plugin(path: Path, distribution: str = "", release: str = "") -> Plugin
                     f"The broker record {path} cannot be used: markets.{name}.holidays names "
                     f"{market.holidays}, and there is no such file next to it."
                 )
-            holidays[name] = read_holidays(table.read_text(encoding="utf-8"), where=str(table))
+            holidays[name] = read_holidays(_read_text(table), where=str(table))
     return Plugin(record, distribution, release, holidays)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BrokerRecordRefused(
+            f"The file {path} of a broker record cannot be read: {error}"
+        ) from None
 
 
 def has_plugins() -> bool:

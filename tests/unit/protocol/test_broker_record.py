@@ -88,6 +88,11 @@ def test_the_tick_depends_on_symbol_and_price(symbol: str, price: str, tick: str
             "$.limits.counted_per`. Possible: person, key, account",
         ),
         ("../taiwan.toml", "../atlantis.toml", "atlantis.toml"),
+        ("unconfirmed = []", "unconfirmed = []\nmarkets = []", "markets are tables"),
+        ('markets_from = "../taiwan.toml"', "markets_from = 5", "markets_from names a file"),
+        ("lag_s = 0", "lag_s = inf", "lists.lag_s is inf"),
+        ("queries_per_5s = 25", "queries_per_5s = 25\ncool_down_s = nan", "limits.cool_down_s"),
+        ("day_begins = 16:00:00", 'day_begins = "16:00:00Z"', "without an offset"),
     ],
 )
 def test_a_broken_record_is_refused_with_a_sentence(
@@ -137,6 +142,21 @@ def test_a_broken_record_is_refused_with_a_sentence(
         ("product = '", "product = '(", "is no pattern"),
         ('months = "ABCDEFGHIJKL"', 'months = "FGHJ"', "months has twelve characters"),
         ('currency = "TWD"', 'currency = "dollars"', "currency"),
+        ('{ tick = "5" }', '{ tick = "NaN" }', "has the number NaN; write one above 0"),
+        ('{ tick = "5" }', '{ tick = "Infinity" }', "has the number Infinity"),
+        ('{ tick = "5" }', '{ tick = "0" }', "has the number 0"),
+        ('{ tick = "5" }', '{ tick = "five" }', "tick"),
+        ('below = "10"', 'below = "NaN"', "has the number NaN"),
+        ('below = "10"', 'below = "-10"', "has the number -10"),
+        ('lot_value = "1000"', 'lot_value = "NaN"', "has the number NaN"),
+        ('lot_value = "1000"', 'lot_value = "sNaN"', "has the number sNaN"),
+        ('daily_limit = "0.1"', 'daily_limit = "-1"', "stock.daily_limit has the number -1"),
+        ("opens = 08:30:00", 'opens = "08:30:00+08:00"', "stock.day has the time 08:30:00+08:00"),
+        (
+            "weekday = 2\nweek = 3\ncloses = 13:30:00",
+            'weekday = 2\nweek = 3\ncloses = "13:30:00Z"',
+            "without an offset",
+        ),
     ],
 )
 def test_a_broken_market_is_refused_with_a_sentence(
@@ -147,6 +167,24 @@ def test_a_broken_market_is_refused_with_a_sentence(
     assert written in text
     path.write_text(text.replace(written, instead, 1), encoding="utf-8")
     with pytest.raises(BrokerRecordRefused, match=r"broker\.toml") as refused:
+        installed_brokers.load_plugin(folder / "paper" / "broker.toml")
+    assert sentence in refused.value.detail
+
+
+@pytest.mark.parametrize(
+    ("table", "sentence"),
+    [
+        (b'{"holidays": ["2026-01-01"], "last": "2026-\xff"}', "codec can't decode"),
+        (b'{"holidays": ["2026-13-01"], "last": "2026-12-31"}', "holidays"),
+        (b'{"holidays": ["2027-01-01"], "last": "2026-12-31"}', "2027-01-01 is after `last`"),
+        (b"[]", "Expected"),
+    ],
+)
+def test_a_broken_table_of_holidays_is_refused_with_a_sentence(
+    folder: Path, table: bytes, sentence: str
+) -> None:
+    (folder / "taiwan_holidays.json").write_bytes(table)
+    with pytest.raises(BrokerRecordRefused, match=r"taiwan_holidays\.json") as refused:
         installed_brokers.load_plugin(folder / "paper" / "broker.toml")
     assert sentence in refused.value.detail
 
