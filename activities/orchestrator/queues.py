@@ -303,7 +303,7 @@ def bulk_activities(
     )
     morning = MorningActivities(parts.database, parts.calendar, starter.ensure_active)
     rollout = RolloutActivities(
-        parts.client, parts.database, parts.launcher, temporal, parts.calendar, parts.settings
+        parts.client, parts.database, parts.launcher, temporal, parts.calendars, parts.settings
     )
     jobs = KeptJobs(parts.database, JobClient(parts.client, parts.message_secrets))
     daily = DailyActivities(parts.database, jobs, parts.calendar, parts.settings)

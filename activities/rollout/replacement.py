@@ -21,7 +21,7 @@ from infra.database.engine import Database
 from infra.database.workers import launches
 from infra.database.workers import sessions as worker_sessions
 from infra.launchers.port import Launcher
-from infra.market.calendar import Calendar, Market
+from infra.market.calendar import MarketCalendars
 from infra.settings import Settings
 from infra.temporal.client import RPC_TIMEOUT, signal_workflow
 from infra.valkey import client as valkey
@@ -62,7 +62,7 @@ class RolloutActivities:
     database: Database
     launcher: Launcher
     temporal: Client
-    calendar: Calendar
+    calendars: MarketCalendars
     settings: Settings
 
     def __post_init__(self) -> None:
@@ -223,13 +223,14 @@ class RolloutActivities:
         workflow_id = names.user_worker_id(worker.user_id)
         return await signal_workflow(self.temporal, workflow_id, "move_when_quiet", message)
 
-    def _trades_now(self, markets: Iterable[str]) -> bool:
-        """Returns True if one of these markets is open; an unknown one may be."""
+    def _trades_now(self, markets: Iterable[tuple[str, str]]) -> bool:
+        """Returns True if one of these brokers' markets is open; an unknown one may be."""
         now = datetime.now(UTC)
-        known = {market.value: market for market in Market}
-        return any(
-            market not in known or self.calendar.is_open(known[market], now) for market in markets
-        )
+        for broker, market in markets:
+            calendar = self.calendars.find(broker, market)
+            if calendar is None or calendar.is_open(market, now):
+                return True
+        return False
 
     @activity.defn
     async def tell_rollout(self, request: TellRollout) -> None:

@@ -2,7 +2,7 @@
 orders."""
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -31,6 +31,8 @@ from infra.database.orders.acceptance import place_request
 from infra.database.orders.states import OPEN_STATES, rank
 from infra.market.calendar import HOME_ZONE_NAME, home_broker
 from worker_runtime.jobs.protocol.catalog import OrderRow
+from worker_runtime.protocol.broker_record import MarketRule
+from worker_runtime.protocol.installed_brokers import installed_brokers
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES, OrderState, PlaceOrder, PriceType
 
 #: Names for groups of states.
@@ -171,47 +173,60 @@ def _open_order(order: Order) -> PlaceOrder:
 
 _DISABLED = select(User.id).where(User.disabled_at.is_not(None))
 _clock = cast(func.timezone(HOME_ZONE_NAME, Order.created_at), Time)
-_home_markets = home_broker().record.markets
-#: In the evening session of a home market, which may end on the next morning.
-_in_evening = or_(
-    false(),
-    *(
-        and_(
-            BrokerAccount.broker_type == name,
-            (or_ if market.evening.ends_next_day else and_)(
-                _clock >= market.evening.opens, _clock < market.evening.closes
-            ),
-        )
-        for name, market in _home_markets.items()
-        if market.evening is not None
-    ),
-)
-*_earlier_markets, _last_market = sorted(
-    _home_markets, key=lambda name: _home_markets[name].day.bell
-)
-#: The market with the earliest bell that somebody traded.
-_first_market = (
-    case(
-        *((func.bool_or(BrokerAccount.broker_type == name), name) for name in _earlier_markets),
-        else_=_last_market,
-    )
-    if _earlier_markets
-    else literal(_last_market)
-)
+
+
+def _trades_like(home: MarketRule, hours: Callable[[MarketRule], object]) -> ColumnElement[bool]:
+    """Returns True of accounts whose market has the same `hours` in the same zone as a home market.
+
+    A market of another broker may have the name of a home market and hours of its own.
+    """
+    markets = [
+        (name, market)
+        for name, plugin in installed_brokers().items()
+        for market, rule in plugin.record.markets.items()
+        if rule.zone == home.zone and hours(rule) == hours(home)
+    ]
+    return tuple_(BrokerAccount.broker, BrokerAccount.broker_type).in_(markets)
+
+
+def _in_evening() -> ColumnElement[bool]:
+    """Returns True in the evening session of a home market, which may end on the next morning."""
+    evenings: list[ColumnElement[bool]] = []
+    for market in home_broker().record.markets.values():
+        if (evening := market.evening) is not None:
+            begun, not_ended = _clock >= evening.opens, _clock < evening.closes
+            hours = or_(begun, not_ended) if evening.ends_next_day else and_(begun, not_ended)
+            evenings.append(and_(_trades_like(market, lambda rule: rule.evening), hours))
+    return or_(false(), *evenings)
+
+
+def _first_market() -> ColumnElement[str]:
+    """Returns the home market with the earliest bell that somebody traded; the last one of what has
+    no bell of theirs."""
+    markets = home_broker().record.markets
+    *earlier, last = sorted(markets, key=lambda name: markets[name].day.bell)
+    if not earlier:
+        return literal(last)
+    bells = [
+        (func.bool_or(_trades_like(markets[name], lambda rule: rule.day.bell)), name)
+        for name in earlier
+    ]
+    return case(*bells, else_=last)
 
 
 def _recent_users(since: datetime, evening: bool) -> Select[str, str]:
     """Selects users with an order since then, in evenings or by day, and their market; not disabled
     ones."""
+    in_evening = _in_evening()
     return (
-        select(Order.user_id, _first_market.label("market"))
+        select(Order.user_id, _first_market().label("market"))
         .join(
             BrokerAccount,
             and_(
                 BrokerAccount.user_id == Order.user_id, BrokerAccount.account_id == Order.account_id
             ),
         )
-        .where(Order.created_at >= since, _in_evening if evening else not_(_in_evening))
+        .where(Order.created_at >= since, in_evening if evening else not_(in_evening))
         .where(Order.user_id.not_in(_DISABLED))
         .group_by(Order.user_id)
     )
@@ -233,5 +248,5 @@ async def recent_users_after(
     all."""
     query = _recent_users(since, evening).where(Order.user_id > after)
     if market:
-        query = query.having(_first_market == market)
+        query = query.having(_first_market() == market)
     return list(await session.scalars(query.order_by(Order.user_id).limit(limit)))

@@ -395,23 +395,25 @@ class WorkerInUse(NamedTuple):
 
     user_id: str
     worker_id: str
-    #: Markets of the user's accounts: `stock`, `futures`.
-    markets: list[str]
+    #: Broker and market (`broker_type`) of each of the user's accounts, each pair once.
+    markets: list[tuple[str, str]]
 
 
 async def workers_in_use(session: AsyncSession, worker_ids: Collection[str]) -> list[WorkerInUse]:
     """Returns those of these workers that have an open assignment, by user id."""
     if not worker_ids:
         return []
-    kind = BrokerAccount.broker_type
-    markets_of_user = func.array_agg(aggregate_order_by(kind.distinct(), kind))
+    market = BrokerAccount.broker, BrokerAccount.broker_type
     rows = await session.execute(
-        select(WorkerSession.user_id, WorkerSession.worker_id, markets_of_user)
+        select(WorkerSession.user_id, WorkerSession.worker_id, *market)
         .join(BrokerAccount, BrokerAccount.user_id == WorkerSession.user_id)
         .where(WorkerSession.ended_at.is_(None), WorkerSession.worker_id.in_(worker_ids))
-        .group_by(WorkerSession.user_id, WorkerSession.worker_id)
-        .order_by(WorkerSession.user_id)
+        .distinct()
+        .order_by(WorkerSession.user_id, WorkerSession.worker_id, *market)
     )
-    return [
-        WorkerInUse(user_id, worker_id or "", list(markets)) for user_id, worker_id, markets in rows
-    ]
+    workers: dict[tuple[str, str], WorkerInUse] = {}
+    for user_id, worker_id, broker, broker_type in rows:
+        key = user_id, worker_id or ""
+        worker = workers.setdefault(key, WorkerInUse(*key, markets=[]))
+        worker.markets.append((broker, broker_type))
+    return list(workers.values())

@@ -88,7 +88,13 @@ class ActivityHarness:
     async def run(self, activity: Callable[[Any], Awaitable[T]], request: Any) -> T:
         return await ActivityEnvironment().run(activity, request)
 
-    async def user(self, *, with_account: bool = True, credentials: Credentials = SECRET) -> str:
+    async def user(
+        self,
+        *,
+        with_account: bool = True,
+        credentials: Credentials = SECRET,
+        broker: str = "paper",
+    ) -> str:
         user_id = f"u{next(self._numbers)}"
         encrypted = await vault.encrypt_credentials(
             credentials, self.ring.public, user_id=user_id, account_id="main"
@@ -100,7 +106,7 @@ class ActivityHarness:
                     session,
                     user_id=user_id,
                     account_id="main",
-                    broker="paper",
+                    broker=broker,
                     broker_type="stock",
                     simulation=True,
                     encrypted=encrypted,

@@ -123,7 +123,7 @@ class PoolHarness:
             harness.database,
             harness.launcher,
             self.temporal,
-            calendar.load_calendar(),
+            calendar.MarketCalendars(),
             harness.settings,
         )
         lifecycle = Worker(

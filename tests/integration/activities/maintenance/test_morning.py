@@ -44,11 +44,16 @@ async def database(migrated_database: str) -> AsyncIterator[Database]:
 
 
 async def trade(
-    database: Database, user_id: str, day: date, market: str = "stock", clock: time = time(10)
+    database: Database,
+    user_id: str,
+    day: date,
+    market: str = "stock",
+    clock: time = time(10),
+    broker: str = "paper",
 ) -> None:
     """One order of this user on that day."""
     at = datetime.combine(day, clock, HOME_ZONE)
-    given = {"user": user_id, "at": at, "day": day, "market": market}
+    given = {"user": user_id, "at": at, "day": day, "market": market, "broker": broker}
     async with database.session() as session:
         await session.execute(
             text("insert into users (id) values (:user) on conflict do nothing"), given
@@ -57,7 +62,7 @@ async def trade(
             text(
                 "insert into broker_accounts (user_id, account_id, broker, broker_type, "
                 "simulation) "
-                "values (:user, :market, 'paper', :market, true) on conflict do nothing"
+                "values (:user, :market, :broker, :market, true) on conflict do nothing"
             ),
             given,
         )
@@ -117,6 +122,9 @@ async def test_users_are_planned_for_the_first_bell_of_what_they_traded(
         ("always", "futures", time(23)),
     ):
         await trade(database, user_id, before, market, clock)
+    # Another broker's market of a home market's name has neither its bell nor its evening.
+    for clock in (time(9), time(23)):
+        await trade(database, "abroad", before, "futures", clock, broker="atlantis")
     run = ActivityEnvironment().run
     tried = MorningActivities(database, DAYS, ScriptedStarter().ensure_active)
 
@@ -136,7 +144,7 @@ async def test_users_are_planned_for_the_first_bell_of_what_they_traded(
             users_by_bell.append((f"{datetime.fromtimestamp(group.bell, HOME_ZONE):%H:%M}", users))
         return users_by_bell
 
-    by_day = [("08:45", ["always", "both", "index"]), ("09:00", ["shares"])]
+    by_day = [("08:45", ["always", "both", "index"]), ("09:00", ["abroad", "shares"])]
     assert await planned(tried) == by_day
     assert await planned(tried, evening=True) == [("15:00", ["always", "evening", "night"])]
     late = tmp_path / "days.json"
@@ -144,7 +152,7 @@ async def test_users_are_planned_for_the_first_bell_of_what_they_traded(
     together = MorningActivities(
         database, calendar.load_calendar(late), ScriptedStarter().ensure_active
     )
-    assert await planned(together) == [("10:00", ["always", "both", "index", "shares"])]
+    assert await planned(together) == [("10:00", ["abroad", "always", "both", "index", "shares"])]
 
 
 async def test_a_holiday_is_said_and_nobody_is_counted(database: Database) -> None:

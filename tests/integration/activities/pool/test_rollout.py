@@ -4,15 +4,18 @@ sessions."""
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from datetime import datetime, timedelta
+from pathlib import Path
 
 import pytest
 from sqlalchemy import select
 from temporalio.client import Client
 
-from activities.rollout.replacement import RolloutActivities
+from activities.rollout.replacement import QUIET_WHEN_CLOSED_S, RolloutActivities
 from infra import tasks
 from infra.database.models import AuditEntry
 from infra.local.servers import TemporalServer
@@ -68,7 +71,7 @@ async def test_users_are_asked_in_turn_during_the_rollout_of_another_pool(
         harness.database,
         harness.launcher,
         temporal,
-        calendar.load_calendar(),
+        calendar.MarketCalendars(),
         harness.settings,
     )
     ask = AskToMove(pool=POOL, version="2", deadline=0.0, quiet=60.0, most=1)
@@ -86,6 +89,43 @@ async def test_users_are_asked_in_turn_during_the_rollout_of_another_pool(
             assert await harness.run(moving.ask_to_move, ask) == asked
             await harness.run(moving.ask_to_move, replace(ask, pool="another"))
         assert [len(await listener.query(ListenerWorkflow.heard)) for listener in told] == [1, 1]
+
+
+async def test_a_user_of_another_brokers_stock_market_moves_when_that_market_is_closed(
+    harness: ActivityHarness, temporal_server: TemporalServer, tmp_path: Path
+) -> None:
+    """Both accounts trade a market named `stock`; only one of the two is open."""
+    days = tmp_path / "days.json"
+    now = datetime.now(calendar.HOME_ZONE)
+    near = [(now + timedelta(days=later)).date().isoformat() for later in (0, 1)]
+    hours = {"paper": "00:00-23:59:59.999999", "shioaji": "closed"}
+    days.write_text(json.dumps({name: dict.fromkeys(near, text) for name, text in hours.items()}))
+    temporal = await Client.connect(temporal_server.address)
+    moving = RolloutActivities(
+        harness.client,
+        harness.database,
+        harness.launcher,
+        temporal,
+        calendar.MarketCalendars(days),
+        harness.settings,
+    )
+    quiet = {}
+    async with AsyncExitStack() as stack:
+        told = {}
+        for broker in hours:
+            user = await harness.user(broker=broker)
+            worker = await harness.worker(f"p-of-{user}")
+            claim = harness.claim(user, f"claim-{user}")
+            await asyncio.gather(harness.run(harness.claiming.claim_worker, claim), worker.serve())
+            told[broker] = await stack.enter_async_context(
+                listening(temporal, names.user_worker_id(user))
+            )
+        ask = AskToMove(pool=POOL, version="2", deadline=0.0, quiet=60.0, most=9)
+        assert await harness.run(moving.ask_to_move, ask) == 2
+        for broker, listener in told.items():
+            [(_, message)] = await listener.query(ListenerWorkflow.heard)
+            quiet[broker] = message["quiet"]
+    assert quiet == {"paper": 60.0, "shioaji": QUIET_WHEN_CLOSED_S}
 
 
 @pytest.mark.timeout(240)
