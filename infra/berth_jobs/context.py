@@ -9,13 +9,15 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 
 class RetryLater(Exception):
-    """Raise it in a job to ask for another attempt, `retry_after` seconds from now if given."""
+    """Raise it in a job to ask for another attempt,
+    `retry_after` from now if given: seconds, or a `timedelta`."""
 
-    def __init__(self, detail: str = "", *, retry_after: float | None = None) -> None:
+    def __init__(self, detail: str = "", *, retry_after: float | timedelta | None = None) -> None:
         super().__init__(detail)
         self.retry_after = retry_after
 

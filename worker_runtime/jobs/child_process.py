@@ -53,6 +53,9 @@ MAX_PROGRESS_BYTES = 8 * 1024
 MAX_DELAY_S = 86_400.0
 #: Bytes of one packet: a job or a result (64 KiB each) and its envelope.
 MAX_PACKET_BYTES = 160 * 1024
+#: Characters of a traceback, and of an output, that are kept if a packet would not hold them as
+#: they are. Each takes up to 6 bytes as JSON.
+_MAX_ESCAPED_LENGTH = 4096
 
 
 class StartRun(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="run"):
@@ -123,6 +126,49 @@ def bounded(outcome: RunOutcome) -> RunOutcome:
 
 
 encode_message = msgspec.json.Encoder().encode
+
+
+def encode_outcome(outcome: RunOutcome) -> bytes:
+    """Returns a packet that the runner can read, whatever the job's texts hold: a file's name that
+    is not UTF-8 is shown with escapes."""
+    try:
+        packet = encode_message(outcome)
+        if len(packet) <= MAX_PACKET_BYTES:
+            return packet
+    except UnicodeEncodeError:
+        pass
+    failure = outcome.failure
+    if failure is not None:
+        detail = _escaped(failure.detail)[:MAX_DETAIL_LENGTH]
+        failure = Failure(code=failure.code, detail=detail, retryable=failure.retryable)
+    return encode_message(
+        msgspec.structs.replace(
+            outcome,
+            failure=failure,
+            traceback=_escaped(outcome.traceback)[-_MAX_ESCAPED_LENGTH:],
+            output=_escaped(outcome.output)[-_MAX_ESCAPED_LENGTH:],
+        )
+    )
+
+
+def describe_error(error: BaseException) -> tuple[str, str]:
+    """Returns a sentence and the traceback of what a job has raised: its own methods may fail."""
+    sentence = type(error).__name__
+    try:
+        sentence = f"{sentence}: {error}"
+    except BaseException as failure:
+        sentence = f"{sentence}: its text raised {type(failure).__name__}"
+    try:
+        text = "".join(traceback.format_exception(error))
+    except BaseException as failure:
+        text = f"{sentence} (its traceback raised {type(failure).__name__})"
+    return sentence, text[-MAX_TRACEBACK_LENGTH:]
+
+
+def _escaped(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 _to_child: msgspec.json.Decoder[StartRun | CancelRun] = msgspec.json.Decoder(StartRun | CancelRun)
 read_to_child = _to_child.decode
 #: One buffer for all sockets of the process, which has one thread. A new one for each packet costs
@@ -166,7 +212,7 @@ class ChildProcess:
                     continue
                 outcome = self.run_job(start)
                 self._flush_output()
-                self._link.send(encode_message(outcome))
+                self._link.send(encode_outcome(outcome))
                 if outcome.last:
                     break
             code = 0
@@ -210,7 +256,7 @@ class ChildProcess:
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
-            except (OSError, ValueError):  # the job closed it
+            except (OSError, ValueError, AttributeError):  # the job closed or replaced it
                 continue
 
 
@@ -252,12 +298,8 @@ class BuiltInChildProcess(ChildProcess):
     def _failed(
         self, fence: int, kind: JobType | None, error: BaseException, took: float
     ) -> RunOutcome:
-        text = "".join(traceback.format_exception(error))[-MAX_TRACEBACK_LENGTH:]
-        known = (
-            error
-            if isinstance(error, BerthError)
-            else JobFailed(f"{type(error).__name__}: {error}")
-        )
+        sentence, text = describe_error(error)
+        known = error if isinstance(error, BerthError) else JobFailed(sentence)
         retryable = kind is not None and kind.retryable(error)
         return RunOutcome(
             fence=fence,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import time
 
+import pytest
+
 from infra.berth_jobs.options import JobOptions
 from tests.support.jobs.application import (
     KEYS,
@@ -71,9 +73,30 @@ def test_retries_follow_the_errors_and_pauses_that_the_type_names(shop: Applicat
     assert shop.result(lasting).attempt == 3
     assert shop.result(other).attempt == 1
     assert "never" in shop.result(other).traceback
-    assert shop.value(shop.add("later", wait=0.0)) == 2  # not the 300 s of the type
+    for as_timedelta in (False, True):  # not the 300 s of the type
+        assert shop.value(shop.add("later", wait=0.0, as_timedelta=as_timedelta)) == 2
     once = shop.add("flaky", JobOptions(max_attempts=1), fails=1)
     assert shop.result(once).attempt == 1
+
+
+@pytest.mark.parametrize("function", ["unreadable", "unreadable_among_others"])
+def test_what_cannot_be_encoded_fails_its_own_job_and_no_other(
+    shop: Application, function: str
+) -> None:
+    gate = shop.path("unreadable-gate")
+    neighbour = shop.add("unreadable_among_others", how="", until=gate)
+    jobs = {
+        how: shop.add(function, how=how)
+        for how in ("error", "output", "text", "result", "no json", "raw")
+    }
+    assert {shop.failure(job_id)[0] for job_id in jobs.values()} == {"JOB_FAILED"}
+    assert shop.result(jobs["error"]).attempt == 2
+    assert "caf\\udce9.txt" in shop.failure(jobs["error"])[1]
+    assert "make_unreadable" in shop.result(jobs["error"]).traceback
+    assert shop.failure(jobs["text"])[1] == "Mute: its text raised RuntimeError"
+    assert shop.value(shop.add(function, how="long")) == "x" * 65_000
+    shop.open("unreadable-gate")
+    assert shop.value(neighbour) is None
 
 
 def test_the_pauses_of_a_list_are_taken_one_after_the_other(shop: Application) -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from typing import Annotated, Any
 
 import msgspec
@@ -118,9 +119,10 @@ def patient(ledger: str) -> None:
 
 
 @job(backoff=300)
-def later(wait: float) -> int:
+def later(wait: float, as_timedelta: bool = False) -> int:
     if context().attempt == 1:
-        raise RetryLater("not yet", retry_after=wait)
+        pause = timedelta(seconds=wait) if as_timedelta else wait
+        raise RetryLater("not yet", retry_after=pause)
     return context().attempt
 
 
@@ -210,6 +212,38 @@ async def fetch(
     if fails:
         raise ConnectionError(label)
     return {"label": label, "pid": os.getpid(), "job_id": context().job_id}
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def make_unreadable(how: str) -> Any:
+    """Fails, or returns, with what a packet cannot hold."""
+    name = os.fsdecode(b"caf\xe9.txt")
+    if how == "error":
+        raise FileNotFoundError(2, "No such file", name)
+    if how == "output":
+        sys.stdout.write(name)
+        raise ValueError("after its output")
+    if how == "text":
+        raise Mute
+    if how == "long":
+        sys.stdout.write("\0" * 16_384)
+        return "x" * 65_000
+    return {"result": {"name": name}, "no json": object(), "raw": msgspec.Raw(b"nonsense")}[how]
+
+
+@job(max_attempts=2, backoff=0.01, retry_on=FileNotFoundError)
+def unreadable(how: str) -> Any:
+    return make_unreadable(how)
+
+
+@job(max_attempts=2, backoff=0.01, retry_on=FileNotFoundError, concurrency=10)
+async def unreadable_among_others(how: str, until: str = "") -> Any:
+    await asyncio.to_thread(wait_for, until)
+    return None if until else make_unreadable(how)
 
 
 @job
