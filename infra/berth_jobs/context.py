@@ -47,7 +47,11 @@ class JobContext:
     send_progress: Callable[[Any], None] = field(default=_ignore_progress, repr=False)
 
     def progress(self, value: Any) -> None:
-        """Shows the job's progress: anything small that fits into JSON. May be called often."""
+        """Shows the job's progress: anything that fits into 8 KiB of JSON; more is not shown.
+
+        May be called often: at most ten values a second are sent. The last one is kept with a job
+        that has failed.
+        """
         self.send_progress(value)
 
     def remaining(self) -> float:

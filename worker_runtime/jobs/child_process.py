@@ -5,6 +5,7 @@ it has started. It talks to the runner over a socket pair, one message a packet.
 and error are a pipe that the runner reads.
 """
 
+import contextlib
 import gc
 import os
 import resource
@@ -45,10 +46,11 @@ MAX_DETAIL_LENGTH = 1000
 _MAX_DESCRIPTORS = 1024
 #: `_signal` takes plain numbers.
 _DEFAULT_HANDLER = int(signal.SIG_DFL)
-#: Seconds between two messages of progress; those that come sooner are dropped.
+#: Seconds between two messages of one run's progress.
 _PROGRESS_INTERVAL_S = 0.1
 #: Bytes of one report of progress; a larger one is dropped.
 MAX_PROGRESS_BYTES = 8 * 1024
+_NOTHING = object()
 #: Seconds that a run may ask to wait for its next attempt.
 MAX_DELAY_S = 86_400.0
 #: Bytes of one packet: a job or a result (64 KiB each) and its envelope.
@@ -186,6 +188,54 @@ _reports: msgspec.json.Decoder[ChildReport] = msgspec.json.Decoder(ChildReport)
 read_report = _reports.decode
 
 
+class ProgressReporter:
+    """Sends the progress of one run to the runner, at most ten times a second."""
+
+    __slots__ = ("_fence", "_held_back", "_link", "_next_at", "_was_too_large")
+
+    def __init__(self, link: socket.socket, fence: int) -> None:
+        self._link = link
+        self._fence = fence
+        self._next_at = 0.0
+        self._held_back: object = _NOTHING
+        self._was_too_large = False
+
+    def report(self, value: object) -> None:
+        """Sends a value, or holds it back if another one has just been sent."""
+        now = time.monotonic()
+        self._held_back = value
+        if now >= self._next_at:
+            self._next_at = now + _PROGRESS_INTERVAL_S
+            self._send(value)
+
+    def send_last(self) -> None:
+        """Sends the last value if it was held back. Only a run that has failed needs it: the
+        progress of a job that is done is not kept."""
+        if self._held_back is not _NOTHING:
+            with contextlib.suppress(Exception):  # such as a value that has no JSON
+                self._send(self._held_back)
+
+    def _send(self, value: object) -> None:
+        encoded = msgspec.json.encode(value)
+        if len(encoded) > MAX_PROGRESS_BYTES:
+            self._drop(len(encoded))
+        else:
+            packet = encode_message(JobProgress(fence=self._fence, value=msgspec.Raw(encoded)))
+            try:
+                self._link.send(packet)
+            except BlockingIOError:  # the runner is behind, and other jobs of this child are not
+                return
+        self._held_back = _NOTHING
+
+    def _drop(self, size: int) -> None:
+        if not self._was_too_large:
+            self._was_too_large = True
+            with contextlib.suppress(Exception):  # the job may have closed it
+                sys.stderr.write(
+                    f"progress of {size} bytes is not shown; {MAX_PROGRESS_BYTES} are allowed\n"
+                )
+
+
 class ChildProcess:
     """A child, from its fork to its end. A subclass runs the jobs."""
 
@@ -194,7 +244,6 @@ class ChildProcess:
         self._link = link
         self._output = output
         self._uses = uses
-        self._next_progress = 0.0
 
     def run_job(self, start: StartRun) -> RunOutcome:
         """Runs one job; raises nothing that the job raises."""
@@ -242,16 +291,6 @@ class ChildProcess:
         os.closerange(kept + 1, _MAX_DESCRIPTORS)
         gc.enable()
 
-    def send_progress(self, fence: int, value: object) -> None:
-        """Tells the runner of a job's progress, unless it has just done so."""
-        now = time.monotonic()
-        if now >= self._next_progress:
-            self._next_progress = now + _PROGRESS_INTERVAL_S
-            packet = encode_message(
-                JobProgress(fence=fence, value=msgspec.Raw(msgspec.json.encode(value)))
-            )
-            self._link.send(packet)
-
     def _flush_output(self) -> None:
         for stream in (sys.stdout, sys.stderr):
             try:
@@ -273,17 +312,13 @@ class BuiltInChildProcess(ChildProcess):
 
     def run_job(self, start: StartRun) -> RunOutcome:
         fence, kind = start.fence, None
+        progress = ProgressReporter(self._link, fence)
         began = time.monotonic()
         try:
             job = read_job(bytes(start.job))
             kind = self._registry.find(job.name)
             self._limit_memory(kind)
-            context = JobContext(
-                job.job_id,
-                start.attempt,
-                fence,
-                lambda value: self.send_progress(fence, value),
-            )
+            context = JobContext(job.job_id, start.attempt, fence, progress.report)
             returned = kind.run(self._registry.arguments(kind, job.args), context)
             value = msgspec.json.encode(returned)
             if len(value) > MAX_RESULT_BYTES:
@@ -293,6 +328,7 @@ class BuiltInChildProcess(ChildProcess):
                 fence=fence, value=msgspec.Raw(value), took=took, last=self._uses == 0
             )
         except BaseException as error:  # the job's boundary: anything it raises is its outcome
+            progress.send_last()
             return self._failed(fence, kind, error, time.monotonic() - began)
 
     def _failed(

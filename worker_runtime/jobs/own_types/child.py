@@ -10,7 +10,7 @@ import contextlib
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,6 +24,7 @@ from worker_runtime.jobs.child_process import (
     MAX_DETAIL_LENGTH,
     CancelRun,
     ChildProcess,
+    ProgressReporter,
     RunOutcome,
     StartRun,
     describe_error,
@@ -91,7 +92,7 @@ class OwnChildProcess(ChildProcess):
             return _failed(start, None, error, 0.0)
         if declared.concurrency > 1:
             # From now on this child runs jobs of this type, until the runner closes its socket.
-            asyncio.run(_AsyncJobs(self._link, self._types, self.send_progress).serve(start))
+            asyncio.run(_AsyncJobs(self._link, self._types).serve(start))
             self.leave()
         outcome = self._run(start, job, declared)
         # A secret may still be in this process's memory: no job of another type runs here after it.
@@ -100,15 +101,17 @@ class OwnChildProcess(ChildProcess):
         return outcome
 
     def _run(self, start: StartRun, job: Job, declared: DeclaredJob) -> RunOutcome:
+        progress = ProgressReporter(self._link, start.fence)
         began = time.monotonic()
         try:
             arguments = _arguments(declared, job)
-            with use_context(_context(start, job, self.send_progress)):
+            with use_context(_context(start, job, progress)):
                 returned = declared.call(arguments)
                 if declared.is_async:
                     returned = asyncio.run(returned)
             value = _encode_result(returned)
         except BaseException as error:  # the job's boundary: anything it raises is its outcome
+            progress.send_last()
             return _failed(start, declared, error, time.monotonic() - began)
         return RunOutcome(
             fence=start.fence, value=msgspec.Raw(value), took=time.monotonic() - began
@@ -118,12 +121,9 @@ class OwnChildProcess(ChildProcess):
 class _AsyncJobs:
     """Runs several jobs of one async type at once in this process."""
 
-    def __init__(
-        self, link: socket.socket, types: OwnTypes, send_progress: Callable[[int, object], None]
-    ) -> None:
+    def __init__(self, link: socket.socket, types: OwnTypes) -> None:
         self._link = link
         self._types = types
-        self._send_progress = send_progress
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     async def serve(self, first: StartRun) -> None:
@@ -159,17 +159,19 @@ class _AsyncJobs:
         self._tasks[start.fence] = asyncio.create_task(self._run(start))
 
     async def _run(self, start: StartRun) -> None:
+        progress = ProgressReporter(self._link, start.fence)
         began, declared = time.monotonic(), None
         output: list[str] = []
         token = _output.set(output)
         try:
             job = read_job(bytes(start.job))
             declared = self._types.find(job)
-            with use_context(_context(start, job, self._send_progress)):
+            with use_context(_context(start, job, progress)):
                 value = _encode_result(await declared.call(_arguments(declared, job)))
             took = time.monotonic() - began
             outcome = RunOutcome(fence=start.fence, value=msgspec.Raw(value), took=took)
         except BaseException as error:  # the job's boundary
+            progress.send_last()
             outcome = _failed(start, declared, error, time.monotonic() - began)
         finally:
             del self._tasks[start.fence]  # a cancel comes too late, and must not stop the report
@@ -212,7 +214,7 @@ def _arguments(declared: DeclaredJob, job: Job) -> msgspec.Struct:
     return arguments
 
 
-def _context(start: StartRun, job: Job, send_progress: Callable[[int, object], None]) -> JobContext:
+def _context(start: StartRun, job: Job, progress: ProgressReporter) -> JobContext:
     return JobContext(
         job_id=job.job_id,
         type=job.name,
@@ -220,7 +222,7 @@ def _context(start: StartRun, job: Job, send_progress: Callable[[int, object], N
         fence=start.fence,
         deadline=time.monotonic() + job.timeout,
         secrets=start.secrets,
-        send_progress=lambda value: send_progress(start.fence, value),
+        send_progress=progress.report,
     )
 
 

@@ -223,6 +223,29 @@ def test_progress_can_be_seen_while_the_job_runs(shop: Application) -> None:
     shop.value(job_id)
 
 
+def test_a_failed_job_keeps_its_last_progress(shop: Application) -> None:
+    job_id = shop.add("report", steps=5, fails=True)
+    assert shop.failure(job_id)[0] == "JOB_FAILED"
+    assert shop.field(job_id, "progress") == '{"step":4}'
+
+
+def test_jobs_that_share_a_process_each_show_their_progress_and_none_is_harmed_by_a_large_one(
+    shop: Application,
+) -> None:
+    gate = shop.path("report-among-gate")
+    jobs = {label: shop.add("report_among_others", label=label, until=gate) for label in "abcd"}
+    for label, job_id in jobs.items():
+        shown = eventually(lambda: shop.field(job_id, "progress"), "progress")  # noqa: B023
+        assert shown == f'"{label}"'
+    for size in (9_000, 170_000, 500_000):
+        large = shop.add("report_among_others", label="x", repeat=size)
+        shop.value(large)
+        assert f"progress of {size + 2} bytes is not shown" in shop.result(large).output
+    shop.open("report-among-gate")
+    for job_id in jobs.values():
+        shop.value(job_id)
+
+
 def test_several_jobs_of_an_async_type_share_a_process_and_keep_their_own_ends(
     shop: Application,
 ) -> None:

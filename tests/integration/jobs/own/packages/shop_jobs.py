@@ -194,10 +194,18 @@ def grow(mebibytes: int, in_child: bool = False) -> int:
 
 
 @job
-def report(steps: int, until: str = "") -> None:
+def report(steps: int, until: str = "", fails: bool = False) -> None:
     for step in range(steps):
         context().progress({"step": step})
     wait_for(until)
+    if fails:
+        raise ValueError("after its last step")
+
+
+@job(concurrency=10)
+async def report_among_others(label: str, repeat: int = 1, until: str = "") -> None:
+    context().progress(label * repeat)
+    await asyncio.to_thread(wait_for, until)
 
 
 @job(concurrency=10, timeout=5)
