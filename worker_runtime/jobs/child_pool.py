@@ -126,11 +126,12 @@ class JobChild:
             self.kill(signal.SIGTERM)
 
     def send_job(self, packet: bytes) -> bool:
-        """Sends a job; false if the child is gone."""
+        """Sends a job. False if the child is gone, or does not read: it takes no other job."""
         self.uses -= 1
         try:
             self.link.send(packet)
         except OSError:
+            self.uses = 0
             return False
         return True
 

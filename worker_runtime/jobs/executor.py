@@ -31,6 +31,8 @@ from worker_runtime.protocol.errors import BerthError, InvalidSignature
 
 #: Seconds between two looks at the memory of running jobs.
 MEMORY_CHECK_INTERVAL_S = 0.2
+#: Children that a job is sent to until one takes it.
+_MAX_SENDS = 2
 
 
 class JobExecutor:
@@ -175,7 +177,7 @@ class JobExecutor:
 
     def _start_run(self, claimed: ClaimedJob, job: Job) -> JobChild:
         """Sends a job to a child, or to a second one if the first has just ended. Raises
-        `NotForked`."""
+        `NotForked`, also if the second one has: no process has the job."""
         packet = encode_message(
             StartRun(
                 fence=claimed.fence,
@@ -184,12 +186,13 @@ class JobExecutor:
                 secrets=dict(self.pool.secrets_of(job)),
             )
         )
-        child = self.pool.take(job)
-        if not child.send_job(packet):
-            self._log.warning("job_child_gone", pid=child.pid, job=claimed.job_id)
+        for _ in range(_MAX_SENDS):
             child = self.pool.take(job)
-            child.send_job(packet)
-        return child
+            if child.send_job(packet):
+                return child
+            self._log.warning("job_child_gone", pid=child.pid, job=claimed.job_id)
+            self.pool.give_back(child)
+        raise NotForked(f"{_MAX_SENDS} processes have ended before they were given the job")
 
     # --- what is due now and then -----------------------------------------------------------------
 

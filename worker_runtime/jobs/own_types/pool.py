@@ -241,6 +241,7 @@ class ForkServerPool(ChildPool):
 
     def unwatch(self, child: JobChild) -> None:
         super().unwatch(child)
+        child.uses = 0  # no further job, though its end may be reported later
         if isinstance(child, ServedChild) and child.end_until == math.inf:
             child.end_until = time.monotonic() + _END_TIMEOUT_S
 
@@ -438,9 +439,14 @@ class ForkServerPool(ChildPool):
         if not child.shared_by:
             super().give_back(child)
             return
-        idle = [each for shared in self._shared.values() for each in shared if each.running == 0]
-        if child.running == 0 and (child.uses <= 0 or len(idle) > _MAX_IDLE_SHARED_CHILDREN):
-            self._shared[child.shared_by].remove(child)
+        idle = [each for alike in self._shared.values() for each in alike if each.running == 0]
+        shared = self._shared[child.shared_by]
+        if (
+            child in shared
+            and not child.running
+            and (child.uses <= 0 or len(idle) > _MAX_IDLE_SHARED_CHILDREN)
+        ):
+            shared.remove(child)
             with contextlib.suppress(OSError):
                 child.link.shutdown(socket.SHUT_WR)  # it ends by itself
 

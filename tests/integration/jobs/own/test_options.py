@@ -273,6 +273,20 @@ def test_a_crash_in_a_shared_process_ends_the_jobs_in_it(shop: Application) -> N
     shop.value(shop.add("fetch", label="next"))
 
 
+def test_jobs_that_come_while_the_end_of_a_shared_process_is_not_reported_run_in_another(
+    shop: Application,
+) -> None:
+    gate = shop.path("hang-up-gate")
+    lost = shop.add("hang_up", until=gate)
+    eventually(lambda: shop.field(lost, "state") == "running", "a running job")
+    time.sleep(0.1)  # it has hung up, and its process lives on
+    jobs = [shop.add("hang_up") for _ in range(3)]
+    assert len({shop.value(job_id) for job_id in jobs}) == 1
+    assert {shop.result(job_id).attempt for job_id in jobs} == {1}
+    shop.open("hang-up-gate")
+    assert shop.failure(lost)[0] == "JOB_OUTCOME_UNKNOWN"
+
+
 def test_a_cancelled_job_ends_alone_or_with_its_process(shop: Application) -> None:
     for function, arguments in (
         ("fetch", {"label": "c", "seconds": 60.0}),

@@ -4,8 +4,10 @@ alone."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -252,6 +254,19 @@ def unreadable(how: str) -> Any:
 async def unreadable_among_others(how: str, until: str = "") -> Any:
     await asyncio.to_thread(wait_for, until)
     return None if until else make_unreadable(how)
+
+
+@job(concurrency=10)
+async def hang_up(until: str = "") -> int:
+    """Closes the process's socket to the runner, and lives on."""
+    for descriptor in os.listdir("/proc/self/fd") if until else ():
+        with contextlib.suppress(OSError):  # most are no sockets
+            link = socket.socket(fileno=os.dup(int(descriptor)))
+            if link.type == socket.SOCK_SEQPACKET:
+                link.shutdown(socket.SHUT_RDWR)
+            link.close()
+    await asyncio.to_thread(wait_for, until)
+    return os.getpid()
 
 
 @job
