@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from infra.berth_jobs.options import JobOptions
+from infra.berth_jobs.options import JobOptions, job_fields
 from tests.support.jobs.application import (
     KEYS,
     NAME,
@@ -20,7 +20,7 @@ from tests.support.systems.processes import alive
 from tests.support.waiting import eventually
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
-from worker_runtime.jobs.protocol.messages import JobStatus
+from worker_runtime.jobs.protocol.messages import Job, JobStatus
 
 
 def test_a_plain_function_runs_with_checked_arguments(shop: Application) -> None:
@@ -172,6 +172,27 @@ def test_a_failure_for_good_is_handled_by_the_type_that_on_failed_names(shop: Ap
     # With its arguments the handler's job would be larger than a job may be.
     assert (handled["job_id"], handled["arguments"]) == (large, None)
     assert shop.client.execute("ZCARD", job_keys.handlers(TAG)) == 0
+
+
+def test_failures_whose_handler_no_runner_has_hold_up_no_other_handler(shop: Application) -> None:
+    kind = shop.types[f"{NAME}/shop_jobs.doomed"]
+    fields = job_fields(kind, b'{"why":"its handler was removed"}')
+    orphans = [
+        Job(job_id=f"orphan-{number}", **{**fields, "on_failed": f"{NAME}/shop_jobs.removed"})
+        for number in range(60)
+    ]
+    for orphan in orphans:
+        assert shop.enqueue(orphan) == "queued"
+    for orphan in orphans:
+        assert shop.failure(orphan.job_id)[0] == "JOB_FAILED"
+    job_id = shop.add("doomed", why="handled")
+    pattern = job_keys.result(TAG, f"{job_id}.failed.*")
+    eventually(lambda: shop.client.execute("KEYS", pattern), "a handler's result")
+    noted = job_keys.handlers(TAG)
+    eventually(lambda: shop.client.execute("ZCARD", noted) == len(orphans), "the others' notes")
+    [line] = shop.runners[0].logged("failure_handler_unknown")
+    assert line["handler"] == f"{NAME}/shop_jobs.removed"
+    shop.client.execute("DEL", noted)
 
 
 def test_a_rate_spaces_the_jobs_of_its_type(shop: Application) -> None:
