@@ -195,7 +195,8 @@ class ChildPool:
         return math.inf
 
     def exceeds_memory(self, run: "JobRun") -> bool:
-        """Returns True if a run has more memory than it may, where the kernel does not limit it."""
+        """Returns True if a run's child has more memory than it may, where the kernel does not
+        limit it."""
         return False
 
     def take(self, job: Job) -> JobChild:
@@ -319,8 +320,8 @@ def _address_space() -> int:
 
 @dataclass(slots=True)
 class JobRun:
-    """One job in one child. `kill_reason`: 'timeout',
-    'cancelled' or 'memory'; '' while nobody kills it."""
+    """One job in one child. `kill_reason`: 'timeout', 'cancelled', 'memory', or 'process_memory' if
+    other jobs were in the child; '' while nobody kills it."""
 
     claimed: ClaimedJob
     job: Job

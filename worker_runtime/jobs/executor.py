@@ -16,7 +16,7 @@ from worker_runtime.jobs.child_process import (
     encode_message,
     read_report,
 )
-from worker_runtime.jobs.completion import PendingRunEnds, RunJudge
+from worker_runtime.jobs.completion import MEMORY_KILLS, PendingRunEnds, RunJudge
 from worker_runtime.jobs.config import RunnerConfig
 from worker_runtime.jobs.prefetch import MAX_PREFETCHED_JOBS, PrefetchedJobs, RuntimeEstimate
 from worker_runtime.jobs.protocol.messages import Job, JobStatus, read_signed_job
@@ -207,10 +207,16 @@ class JobExecutor:
         if not self.pool.watches_memory or time.monotonic() < self._next_memory_check:
             return
         self._next_memory_check = time.monotonic() + MEMORY_CHECK_INTERVAL_S
-        for run in self._runs:
-            if run.kill_reason != "memory" and self.pool.exceeds_memory(run):
-                self._log.warning("job_exceeds_memory", job=run.claimed.job_id, type=run.job.name)
-                self._runs.kill_now(run, "memory")
+        for run in {run.child: run for run in self._runs}.values():
+            if run.kill_reason not in MEMORY_KILLS and self.pool.exceeds_memory(run):
+                self._kill_for_memory(run.child)
+
+    def _kill_for_memory(self, child: JobChild) -> None:
+        runs = self._runs.runs_in(child)
+        reason = "memory" if len(runs) == 1 else "process_memory"  # whose it is, nobody knows
+        for run in runs:
+            self._log.warning("job_exceeds_memory", job=run.claimed.job_id, type=run.job.name)
+            self._runs.kill_now(run, reason)
 
     def seconds_until_due(self) -> float:
         """Seconds until `run_due` has something to do."""

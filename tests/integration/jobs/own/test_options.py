@@ -231,10 +231,21 @@ def test_a_job_with_more_memory_than_its_type_may_have_is_killed_with_what_it_ha
     shop: Application,
 ) -> None:
     assert shop.value(shop.add("grow", mebibytes=40)) == 40 << 20
-    for in_child in (False, True):
-        job_id = shop.add("grow", mebibytes=200, in_child=in_child)
-        assert shop.failure(job_id)[0] == "JOB_MEMORY_EXCEEDED"
+    for where in ("here", "process", "process of a thread", "shared memory"):
+        job_id = shop.add("grow", mebibytes=200, where=where)
+        assert shop.failure(job_id)[0] == "JOB_MEMORY_EXCEEDED", where
         assert shop.result(job_id).attempt == 1
+
+
+def test_jobs_that_shared_a_process_with_one_that_took_too_much_memory_run_again(
+    shop: Application,
+) -> None:
+    server, ledger = shop.fork_server(shop.runners[0]), shop.path("grown")
+    jobs = [shop.add("grow_among_others", ledger=ledger) for _ in range(4)]
+    shop.started("grown", 4)
+    jobs.append(shop.add("grow_among_others", ledger=ledger, mebibytes=400))
+    assert [shop.value(job_id) for job_id in jobs] == [2] * 5
+    assert shop.fork_server(shop.runners[0]) == server  # one kill, not one for each job
 
 
 def test_progress_can_be_seen_while_the_job_runs(shop: Application) -> None:

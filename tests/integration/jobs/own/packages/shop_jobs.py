@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import mmap
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from typing import Annotated, Any
@@ -185,14 +187,35 @@ def hang() -> None:
 
 
 @job(memory=64 * 1024 * 1024)
-def grow(mebibytes: int, in_child: bool = False) -> int:
-    if in_child:
-        code = f"x = bytearray(b'1') * ({mebibytes} << 20); import time; time.sleep(20)"
-        subprocess.run([sys.executable, "-c", code], check=True)
+def grow(mebibytes: int, where: str = "here") -> int:
+    code = f"x = bytearray(b'1') * ({mebibytes} << 20); import time; time.sleep(20)"
+    command = [sys.executable, "-c", code]
+    if where == "process":
+        subprocess.run(command, check=True)
+    if where == "process of a thread":
+        thread = threading.Thread(target=subprocess.run, args=(command,))
+        thread.start()
+        thread.join()
+    if where == "shared memory":
+        shared = mmap.mmap(-1, mebibytes << 20)
+        for at in range(0, mebibytes << 20, mmap.PAGESIZE):
+            shared[at] = 1
+        time.sleep(20)
     grown = bytearray(b"1") * (mebibytes << 20)
     if mebibytes > 64:
         time.sleep(20)
     return len(grown)
+
+
+@job(memory=32 * 1024 * 1024, concurrency=10, idempotent=True, backoff=0.05)
+async def grow_among_others(ledger: str, mebibytes: int = 0) -> int:
+    """Takes that much, and too long, in its first attempt."""
+    attempt = context().attempt
+    if attempt == 1:
+        grown = bytearray(b"1") * (mebibytes << 20)
+        write(ledger, f"{len(grown)}")
+        await asyncio.sleep(20)
+    return attempt
 
 
 @job
