@@ -192,16 +192,16 @@ def grow(mebibytes: int, where: str = "here") -> int:
     command = [sys.executable, "-c", code]
     if where == "process":
         subprocess.run(command, check=True)
+        return 0
     if where == "process of a thread":
         thread = threading.Thread(target=subprocess.run, args=(command,))
         thread.start()
         thread.join()
-    if where == "shared memory":
-        shared = mmap.mmap(-1, mebibytes << 20)
-        for at in range(0, mebibytes << 20, mmap.PAGESIZE):
-            shared[at] = 1
-        time.sleep(20)
-    grown = bytearray(b"1") * (mebibytes << 20)
+        return 0
+    size = mebibytes << 20
+    grown = mmap.mmap(-1, size) if where == "shared memory" else bytearray(size)
+    for at in range(0, size, mmap.PAGESIZE):
+        grown[at] = 1
     if mebibytes > 64:
         time.sleep(20)
     return len(grown)
