@@ -59,15 +59,15 @@ class FailureHandlers:
         repeated."""
         key = job_keys.handlers(self._tag)
         oldest = wall_ms() - FAILED_TTL_S * 1000
-        read, left, is_page_full = 0, 0, True
+        read, skipped, is_page_full = 0, 0, True
         while is_page_full:
-            noted = client.execute("ZRANGE", key, left, left + _PAGE_SIZE - 1, "WITHSCORES")
+            noted = client.execute("ZRANGE", key, skipped, skipped + _PAGE_SIZE - 1, "WITHSCORES")
             is_page_full = len(noted) == 2 * _PAGE_SIZE
             for failure in zip(noted[::2], noted[1::2], strict=True):
                 job_id, failed_at = failure[0], int(float(failure[1]))
                 # Beyond its time a failed job is gone, and another look removes its note.
                 if failure in self._foreign and failed_at > oldest:
-                    left += 1
+                    skipped += 1
                     continue
                 if read == _MAX_JOBS_PER_PASS:
                     return
@@ -75,7 +75,7 @@ class FailureHandlers:
                 if self._enqueue(client, job_id.decode("utf-8", "replace"), failed_at):
                     client.execute("ZREM", key, job_id)
                 else:
-                    left += 1
+                    skipped += 1
                     self._remember(failure)
 
     def _remember(self, failure: tuple[bytes, bytes]) -> None:

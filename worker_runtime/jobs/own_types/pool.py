@@ -578,10 +578,10 @@ def _resident(pid: int) -> tuple[int, int]:
     """Returns the bytes of a process's memory that no file holds: its own, and what others may
     share with it. Both are 0 if it is gone."""
     try:
-        found = _RESIDENT.search(Path(f"/proc/{pid}/status").read_bytes())
+        match = _RESIDENT.search(Path(f"/proc/{pid}/status").read_bytes())
     except OSError:
-        found = None
-    return (int(found[1]) * 1024, int(found[2]) * 1024) if found else (0, 0)
+        match = None
+    return (int(match[1]) * 1024, int(match[2]) * 1024) if match else (0, 0)
 
 
 def _resident_of_tree(pid: int) -> int:
