@@ -36,7 +36,7 @@ _JITTER_SHARE = 0.25
 
 @dataclass(slots=True)
 class RunEnd:
-    """How one run ended. `job` is None if it is not readable, or of an unknown type."""
+    """Says how one run ended. `job` is None if it is not readable, or of an unknown type."""
 
     claimed: ClaimedJob
     job: Job | None
@@ -84,9 +84,9 @@ class RunJudge:
         )
         status, delay, crashed = JobStatus.FAILED, 0.0, False
         if why == "cancelled":
-            status, error = JobStatus.CANCELLED, JobCancelled("killed on demand")
+            status, error = JobStatus.CANCELLED, JobCancelled("killed because it was cancelled")
         elif why == "memory":  # a retry would need as much memory
-            error = JobMemoryExceeded("killed: it had more memory than its type may have")
+            error = JobMemoryExceeded("killed: it took more memory than its type may have")
         elif not job.idempotent:
             error = JobOutcomeUnknown(f"{error.detail}; it must not run twice")
         else:
