@@ -352,7 +352,7 @@ class BuiltInChildProcess(ChildProcess):
         )
 
     def _limit_memory(self, kind: JobType) -> None:
-        """Limits the address space. The kernel can refuse it, so the job gets a `MemoryError`."""
+        """Limits the address space. The kernel refuses more, and the job gets a `MemoryError`."""
         before, hard = resource.getrlimit(resource.RLIMIT_AS)
         soft = self._size + kind.memory
         if hard != resource.RLIM_INFINITY:

@@ -38,7 +38,7 @@ MEMORY_KILLS = ("memory", "process_memory")
 
 @dataclass(slots=True)
 class RunEnd:
-    """How one run ended. `job` is None if it is not readable, or of an unknown type."""
+    """Says how one run ended. `job` is None if it is not readable, or of an unknown type."""
 
     claimed: ClaimedJob
     job: Job | None
@@ -86,13 +86,13 @@ class RunJudge:
         )
         status, delay, may_run_again = JobStatus.FAILED, 0.0, job.idempotent
         if why == "cancelled":
-            status, error = JobStatus.CANCELLED, JobCancelled("killed on demand")
+            status, error = JobStatus.CANCELLED, JobCancelled("killed because it was cancelled")
             may_run_again = False
         elif why == "memory":  # a retry would need as much memory
-            error = JobMemoryExceeded("killed: it had more memory than its type may have")
+            error = JobMemoryExceeded("killed: it took more memory than its type may have")
             may_run_again = False
         elif why == "process_memory":  # perhaps another job of the process has taken it
-            error = JobMemoryExceeded("killed: its process had more memory than its jobs may have")
+            error = JobMemoryExceeded("killed: its process took more memory than its jobs may have")
         elif not job.idempotent:
             error = JobOutcomeUnknown(f"{error.detail}; it must not run twice")
         can_retry = claimed.crashes + 1 < MAX_CRASHES and claimed.attempt < job.attempts

@@ -228,7 +228,7 @@ class JobExecutor:
     # --- the spare child --------------------------------------------------------------------------
 
     def needs_spare_child(self) -> bool:
-        """Whether a child should be forked ahead of need."""
+        """Returns True if a child should be forked ahead of need."""
         is_missing = not self.stopping and self.pool.ready and not self.pool.has_spare()
         return is_missing and self.fork_backoff.due()
 

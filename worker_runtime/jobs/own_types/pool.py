@@ -126,7 +126,7 @@ class OwnTypeRegistry(JobRegistry):
 
 
 class ServedChild(JobChild):
-    """One child of the fork server.
+    """Represents one child of the fork server.
 
     Its `pid` is the number that the runner gave it, not a process id: see `process_id`.
     """
@@ -310,8 +310,8 @@ class ForkServerPool(ChildPool):
         if self._shares_user:
             self.log.warning(
                 "own_jobs_share_our_user",
-                hint="they cannot read this process's memory or its keys, but other files of its "
-                "user; start the runner as root, and let other users run "
+                hint="own jobs cannot read this process's memory or its keys, but can read other "
+                "files of its user; start the runner as root, and let other users run "
                 f"{Path(sys.executable).resolve()}",
             )
             return None, None
@@ -352,7 +352,7 @@ class ForkServerPool(ChildPool):
         try:
             message: FromServer = read_from_server(packet)
         except (msgspec.DecodeError, UnicodeDecodeError):
-            self._kill_server("it talks nonsense")
+            self._kill_server("it sent an invalid message")
             return
         if isinstance(message, ManifestPart):
             self._receive_manifest(message)
@@ -532,8 +532,8 @@ class ForkServerPool(ChildPool):
         self._ended.append((child, status))
 
     def _server_ended(self, status: int) -> None:
-        """Ends all children: the kernel has killed them with the fork server, and those that
-        escaped that are our children now."""
+        """Ends all children. The kernel has killed them with the fork server; any that escaped are
+        this process's children now, and are killed here."""
         self.log.error("fork_server_ended", status=status, children=len(self._all))
         self._server = None
         self._lose_control()

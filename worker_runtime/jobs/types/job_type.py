@@ -38,8 +38,8 @@ class RetryLater(JobFailed, code="JOB_RETRY", retryable=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobType:
-    """One type of job. `run` is called in a child process;
-    its return value has to fit into JSON."""
+    """Describes one type of job. `run` is called in a child process; its return value has to fit
+    into JSON."""
 
     name: str
     arguments: type[msgspec.Struct]
