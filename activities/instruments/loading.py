@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import replace
 from datetime import date, datetime, timedelta
 from decimal import Decimal
 
@@ -65,8 +66,9 @@ class InstrumentActivities:
             if load is None:
                 continue
             day = date.fromisoformat(load.day)
-            if not await self._database.fetch(instrument_loads.is_loaded, source.broker, day):
-                due.append(load)
+            listed = source.broker, source.market, day
+            if not await self._database.fetch(instrument_loads.is_loaded, *listed):
+                due.append(replace(load, market=source.market))
         return InstrumentsPlan(loads=tuple(due))
 
     @activity.defn
@@ -84,13 +86,16 @@ class InstrumentActivities:
             log.warning(
                 "instruments_not_loaded",
                 broker=request.broker,
+                market=request.market,
                 code=error.code,
                 reason=error.detail[:300],
             )
             return LoadOutcome(loaded=False, code=error.code, detail=error.detail[:500])
 
     async def _load(self, request: LoadInstruments, day: date) -> LoadOutcome:
-        load = await self._database.write(instrument_loads.begin_load, request.broker, day)
+        load = await self._database.write(
+            instrument_loads.begin_load, request.broker, day, request.market
+        )
         try:
             async for page in self._pages(load):
                 await self._database.write(instrument_loads.stage_page, load.id, page.instruments)
@@ -106,6 +111,7 @@ class InstrumentActivities:
         log.info(
             "instruments_loaded",
             broker=request.broker,
+            market=load.market,
             day=request.day,
             instruments=switched.instruments,
             added=switched.added,

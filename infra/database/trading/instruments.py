@@ -3,10 +3,10 @@
 Not here: how a list is loaded and switched to (`instrument_loads.py`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from sqlalchemy import func, or_, select
@@ -38,6 +38,16 @@ class InstrumentSearch:
     limit: int = 100
 
 
+class ListInForce(NamedTuple):
+    """The list of a market's instruments that is in force."""
+
+    broker: str
+    market: str
+    trading_day: date
+    #: The market of the account that listed it. Some brokers' accounts list all markets.
+    source_market: str
+
+
 async def find_instrument(session: AsyncSession, broker: str, code: str) -> Instrument | None:
     """Return an instrument with the values in force; None if the last list does not have it.
 
@@ -52,12 +62,17 @@ async def find_row(session: AsyncSession, broker: str, code: str) -> InstrumentR
     return await session.get(InstrumentRow, (broker, code))
 
 
-async def list_days(session: AsyncSession) -> Mapping[str, date]:
-    """Return the trading day of each broker's table; a broker without one is not in it."""
+async def lists_in_force(session: AsyncSession) -> Sequence[ListInForce]:
+    """Return the list of each broker and market that has one, by broker and market."""
     load = InstrumentLoad
-    loaded = select(load.broker, func.max(load.trading_day)).where(load.state == "loaded")
-    rows = await session.execute(loaded.group_by(load.broker))
-    return {broker: day for broker, day in rows}
+    market = func.unnest(load.markets).column_valued("listed_market", joins_implicitly=True)
+    query = (
+        select(load.broker, market, load.trading_day, load.market)
+        .where(load.state == "loaded")
+        .distinct(load.broker, market)
+        .order_by(load.broker, market, load.trading_day.desc(), load.id.desc())
+    )
+    return [ListInForce(*row) for row in await session.execute(query)]
 
 
 async def search_instruments(

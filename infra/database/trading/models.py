@@ -311,7 +311,8 @@ class InstrumentRow(ToldInstrument, Base):
 
 
 class InstrumentSource(Base):
-    """The account through which a broker's instruments are loaded. It goes with the account."""
+    """The account through which a broker's instruments are loaded, one of each market. It goes with
+    the account."""
 
     __tablename__ = "instrument_sources"
     __table_args__ = (
@@ -324,6 +325,8 @@ class InstrumentSource(Base):
     )
 
     broker: Mapped[str] = mapped_column(String(32), primary_key=True)
+    #: The account's own. Whether it lists others, too, is the broker's affair.
+    market: Mapped[str] = mapped_column(String(32), primary_key=True)
     user_id: Mapped[str] = mapped_column(String(64))
     account_id: Mapped[str] = mapped_column(String(64))
     set_by: Mapped[str] = mapped_column(String(128))
@@ -354,12 +357,16 @@ class InstrumentLoad(Base):
 
     id: Mapped[int] = mapped_column(BigInteger, Identity(always=True), primary_key=True)
     broker: Mapped[str] = mapped_column(String(32))
+    #: That of the account that lists.
+    market: Mapped[str] = mapped_column(String(32), server_default="")
     user_id: Mapped[str] = mapped_column(String(64))
     account_id: Mapped[str] = mapped_column(String(64))
     trading_day: Mapped[date] = mapped_column(Date)
     state: Mapped[str] = mapped_column(String(16))
     began_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
     ended_at: Mapped[datetime | None]
+    #: Those of the instruments in the list, which it puts in force and no others.
+    markets: Mapped[list[str]] = mapped_column(ARRAY(String(16)), server_default="{}")
     #: Instruments in the list; of them, new ones and those that wait for an operator's yes.
     instruments: Mapped[int] = mapped_column(server_default=text("0"))
     added: Mapped[int] = mapped_column(server_default=text("0"))

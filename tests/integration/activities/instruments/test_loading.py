@@ -274,7 +274,9 @@ async def test_a_broker_is_due_until_its_list_of_the_day_is_in_force(database: D
         request = PlanInstruments(lead=1.5 * HOUR, at=now)
         return await ActivityEnvironment().run(activities.plan_instruments, request)
 
-    assert [load.broker for load in (await plan(at(8, 0))).loads] == ["paper"]
+    assert [(load.broker, load.market) for load in (await plan(at(8, 0))).loads] == [
+        ("paper", "stock")
+    ]
     await attempt(database, worker)
     assert (await plan(at(8, 0))).loads == ()
     tomorrow = date(2026, 11, 24)

@@ -50,7 +50,12 @@ async def load(api: ServedApi, *listed: Instrument, day: date | None = None) -> 
     day = day or today()
     async with api.services.database.session() as session:
         load = InstrumentLoad(
-            broker="paper", user_id=api.user, account_id="main", trading_day=day, state="loaded"
+            broker="paper",
+            user_id=api.user,
+            account_id="main",
+            trading_day=day,
+            state="loaded",
+            markets=sorted({instrument.market for instrument in listed}),
         )
         session.add(load)
         session.add_all(
@@ -165,6 +170,26 @@ async def test_the_brokers_list_decides_steps_limits_and_which_codes_exist(
     assert (await place(api, caller, 4, price="1100"))[0] == 201
     assert (await place(api, caller, 5, symbol="2317", price="100"))[1] == "UNKNOWN_SYMBOL"
     assert (await place(api, caller, 6, symbol="TXFR1", price="100"))[0] == 201
+
+
+async def test_a_list_of_one_market_refuses_no_code_of_another(
+    api: ServedApi, caller: httpx.AsyncClient
+) -> None:
+    await load(api, STOCK)
+    assert (await place(api, caller, 1, symbol="2317", price="100"))[1] == "UNKNOWN_SYMBOL"
+    assert (await place(api, caller, 2, symbol="TXFL6", price="100"))[0] == 201
+
+
+async def test_a_position_is_closed_though_the_list_lacks_its_code(
+    api: ServedApi, caller: httpx.AsyncClient
+) -> None:
+    assert (await place(api, caller, 1, symbol="2317", price="100"))[0] == 201
+    await load(api, STOCK)
+    changed = api.settings.model_copy(update={"check_symbols": "all", "check_prices": "all"})
+    async with running_api(changed) as later, later.client(api.key) as client:
+        terms = {"symbol": "2317", "side": "sell", "price": "100"}
+        assert (await place(api, client, 2, **terms))[1] == "UNKNOWN_SYMBOL"
+        assert (await place(api, client, 3, **terms, reduce_only=True))[0] == 201
 
 
 async def test_limits_and_absent_codes_of_an_old_list_refuse_nothing(
