@@ -22,6 +22,7 @@ from infra.market.instruments import SymbolTerms
 from infra.settings import Settings
 from worker_runtime.protocol import errors
 from worker_runtime.protocol.broker_record import MarketRule, Plugin, terms_of
+from worker_runtime.protocol.contract_codes import is_rolling
 from worker_runtime.protocol.installed_brokers import market_of
 from worker_runtime.protocol.order_terms import ODD_LOTS, OpenClose, OrderLot, Side
 
@@ -253,7 +254,8 @@ def _refuse_expired(certificate_expires_at: datetime | None) -> None:
 def _refuse_ended(symbol: str, terms: SymbolTerms, market: MarketRule, local: datetime) -> None:
     """Raises `InstrumentExpired` after the close of the last trading day. `local`: the market's
     time."""
-    last = terms.expires_on
+    # A rolling code goes on with the next contract, whatever a list says of the one that ended.
+    last = None if is_rolling(symbol) else terms.expires_on
     if last is not None and local >= datetime.combine(last, market.day.closes, local.tzinfo):
         raise errors.InstrumentExpired(
             f"{symbol} traded until {last:%Y-%m-%d}. Order a contract that trades."

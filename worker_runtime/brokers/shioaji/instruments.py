@@ -112,10 +112,15 @@ def _instrument_of(kind: str, base: Any, info: Any) -> Instrument | None:
         lot_value=multiplier,
         # With a rule the tick depends on the price, and one step would be wrong at others.
         ticks=(PriceStep(tick=tick),) if tick is not None and not info.tick_rule else (),
-        expires_on=_day(info.last_trading_date) or _day(info.delivery_date),
+        # A rolling code goes on with the next contract when the one it stands for ends.
+        expires_on=None if base.target_code else _last_day(info),
         underlying=_text(info.underlying_code or info.root, _MAX_CODE_LENGTH),
         **_prices(info),
     )
+
+
+def _last_day(info: Any) -> date | None:
+    return _day(info.last_trading_date) or _day(info.delivery_date)
 
 
 def _share_of(base: Any, info: Any) -> Instrument | None:

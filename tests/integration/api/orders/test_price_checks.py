@@ -241,6 +241,22 @@ async def test_a_contract_whose_last_day_is_over_is_refused(
     assert f"traded until {ended.expires_on}" in body["detail"]
 
 
+async def test_a_rolling_code_trades_on_after_the_contract_for_which_it_stood_has_ended(
+    api: ServedApi, caller: httpx.AsyncClient
+) -> None:
+    """As in the evening session of a settlement day, with the list of that morning."""
+    rolling = Instrument(
+        code="TXFR1",
+        market="futures",
+        kind=InstrumentKind.FUTURE,
+        lot_units=1,
+        lot_value=Decimal(200),
+        expires_on=today() - timedelta(days=1),
+    )
+    await load(api, rolling)
+    assert (await place(api, caller, 1, symbol="TXFR1", price="20000"))[0] == 201
+
+
 async def test_a_code_is_looked_up_once_for_many_orders(
     api: ServedApi, start_worker: StartWorker
 ) -> None:
