@@ -83,6 +83,10 @@ class InstrumentLoadView(View):
     added: int
     removed: int = Field(description="Known instruments that are no longer listed.")
     pending: int = Field(description="Changed lots that waited for an operator.")
+    prices_due: bool = Field(
+        description="The broker did not have the prices of the day yet, so the list has none of "
+        "most instruments of a kind, and is loaded again."
+    )
     error: str
 
 

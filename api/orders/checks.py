@@ -254,9 +254,10 @@ def _refuse_expired(certificate_expires_at: datetime | None) -> None:
 def _refuse_ended(symbol: str, terms: SymbolTerms, market: MarketRule, local: datetime) -> None:
     """Raises `InstrumentExpired` after the close of the last trading day. `local`: the market's
     time."""
-    # A rolling code goes on with the next contract, whatever a list says of the one that ended.
-    last = None if is_rolling(symbol) else terms.expires_on
-    if last is not None and local >= datetime.combine(last, market.day.closes, local.tzinfo):
+    last = terms.expires_on
+    if last is None or local < datetime.combine(last, market.day.closes, local.tzinfo):
+        return
+    if not is_rolling(symbol):  # which goes on with the next contract
         raise errors.InstrumentExpired(
             f"{symbol} traded until {last:%Y-%m-%d}. Order a contract that trades."
         )

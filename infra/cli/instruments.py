@@ -173,7 +173,9 @@ def delete(
 
 
 def _load_state(row: dict[str, Any]) -> str:
-    return str(row["last_load"]["state"]) if row["last_load"] else ""
+    if not row["last_load"]:
+        return ""
+    return f"{row['last_load']['state']}{', prices due' if row['last_load']['prices_due'] else ''}"
 
 
 def _load_error(row: dict[str, Any]) -> str:

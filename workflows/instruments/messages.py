@@ -31,6 +31,8 @@ class DueLoad:
     until: float
     #: That of the account that lists, since a broker may have one for each; '': its only one.
     market: str = ""
+    #: Unix seconds from which on it was due: an earlier load does not count.
+    since: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ may have an account, and a list says nothing of the markets of which it has no i
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date, timedelta
+from datetime import date, datetime, timedelta
 
 from sqlalchemy import ColumnElement, delete, func, insert, or_, select, text, update
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -239,7 +239,7 @@ async def stage_page(
 
 
 async def switch_list(
-    session: AsyncSession, load_id: int, *, accept_smaller: bool = False
+    session: AsyncSession, load_id: int, *, accept_smaller: bool = False, prices_due: bool = False
 ) -> SwitchedList:
     """Put the staged list in force, all at once.
 
@@ -280,6 +280,7 @@ async def switch_list(
     load.state, load.ended_at = "loaded", await session.scalar(select(func.clock_timestamp()))
     load.instruments, load.added = switched.instruments, switched.added
     load.removed, load.pending = switched.removed, switched.pending
+    load.prices_due = prices_due
     return switched
 
 
@@ -320,15 +321,30 @@ async def last_ended(session: AsyncSession) -> Sequence[InstrumentLoad]:
     return (await session.scalars(query)).all()
 
 
-async def is_loaded(session: AsyncSession, broker: str, market: str, day: date) -> bool:
-    """Return True if the list of this trading day, of the account of a market, is in force."""
+async def is_loaded(
+    session: AsyncSession,
+    broker: str,
+    market: str,
+    day: date,
+    *,
+    since: datetime,
+    with_prices: bool,
+) -> bool:
+    """Return True if the list of this trading day, of the account of a market, is in force.
+
+    A load that began before `since` does not count; `with_prices`: nor does one without the prices
+    of the day.
+    """
     load = InstrumentLoad
     query = select(load.id).where(
         load.broker == broker,
         load.market == market,
         load.trading_day == day,
         load.state == "loaded",
+        load.began_at >= since,
     )
+    if with_prices:
+        query = query.where(~load.prices_due)
     return await session.scalar(query.limit(1)) is not None
 
 

@@ -16,8 +16,8 @@ from infra.database.trading.models import InstrumentLoad, InstrumentRow
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.instruments import Instrument, InstrumentKind, PriceStep
 
-#: Columns of an instrument as its broker tells it, but for the code.
-TOLD_COLUMNS = tuple(name for name in Instrument.__struct_fields__ if name != "code")
+#: Columns of an instrument as its broker tells it. Whether its prices are due is kept of the list.
+TOLD_COLUMNS = tuple(name for name in Instrument.__struct_fields__ if name != "prices_due")
 
 
 class InstrumentNotFound(BerthError, code="INSTRUMENT_NOT_FOUND", status=404):
@@ -118,7 +118,7 @@ def as_instrument(row: InstrumentRow) -> Instrument:
 
 def told_values(instrument: Instrument) -> dict[str, Any]:
     """Return the columns of `ToldInstrument` and the code."""
-    values = {name: getattr(instrument, name) for name in Instrument.__struct_fields__}
+    values = {name: getattr(instrument, name) for name in TOLD_COLUMNS}
     return values | {
         "kind": instrument.kind.value,
         "ticks": msgspec.to_builtins(instrument.ticks),

@@ -373,6 +373,8 @@ class InstrumentLoad(Base):
     #: Known ones that are not in the list any more.
     removed: Mapped[int] = mapped_column(server_default=text("0"))
     pending: Mapped[int] = mapped_column(server_default=text("0"))
+    #: The broker did not have the prices of the day yet: the list is loaded again.
+    prices_due: Mapped[bool] = mapped_column(server_default=text("false"))
     #: Why it was refused or has failed.
     error: Mapped[str] = mapped_column(String(500), server_default="")
 

@@ -27,7 +27,8 @@ def upgrade() -> None:
     op.execute(
         """alter table instrument_loads
           add column market varchar(32) not null default '',
-          add column markets varchar(16)[] not null default '{}'"""
+          add column markets varchar(16)[] not null default '{}',
+          add column prices_due boolean not null default false"""
     )
     op.execute(
         """update instrument_loads as load set market = source.market
