@@ -142,8 +142,9 @@ class LoadsBegunView(View):
 
 
 class InstrumentChangeView(View):
-    """A changed lot of a known instrument. Until an operator has approved it, orders are checked
-    with the old one."""
+    """A lot that differs from the known one: of the instrument, or of the product or the broker's
+    record where the instrument is new. Until an operator has approved it, orders are checked with
+    the old one."""
 
     id: int
     broker: str

@@ -12,8 +12,11 @@ may have an account, and a list says nothing of the markets of which it has no i
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta
+from decimal import Decimal
+from typing import NamedTuple
 
-from sqlalchemy import ColumnElement, delete, func, insert, or_, select, text, update
+from sqlalchemy import ColumnElement, delete, exists, func, insert, or_, select, text, update
+from sqlalchemy.dialects import postgresql
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database import audit
@@ -28,8 +31,12 @@ from infra.database.trading.models import (
     StagedInstrument,
     Webhook,
 )
+from worker_runtime.protocol.broker_record import Plugin
+from worker_runtime.protocol.contract_codes import product_of, read_contract
 from worker_runtime.protocol.errors import BerthError
+from worker_runtime.protocol.installed_brokers import installed_brokers
 from worker_runtime.protocol.instruments import Instrument
+from worker_runtime.protocol.order_terms import OrderLot
 
 #: A list with fewer instruments than this share of the listed ones is refused.
 MIN_LIST_SHARE = 0.5
@@ -244,7 +251,8 @@ async def switch_list(
     """Put the staged list in force, all at once.
 
     Only the markets that the list has are switched. A known instrument keeps its lot: another one
-    becomes an `InstrumentChange`. Raises `InstrumentListRefused` if the list is empty, or, without
+    becomes an `InstrumentChange`. So does another lot of a new instrument than its product or the
+    broker's record has. Raises `InstrumentListRefused` if the list is empty, or, without
     `accept_smaller`, has less than half of a market's instruments; `LoadSuperseded`.
     """
     broker = await session.scalar(select(InstrumentLoad.broker).filter_by(id=load_id)) or ""
@@ -266,6 +274,7 @@ async def switch_list(
     values = {"load": load_id, "broker": broker, "day": load.trading_day, "markets": load.markets}
     await session.execute(_WITHDRAW_CHANGES, {**values, "actor": ACTOR})
     await session.execute(_ADD_CHANGES, values)
+    await _keep_known_lots(session, load)
     removed = len((await session.execute(_UNLIST, values)).all())
     added = await session.scalar(_COUNT_ADDED, values) or 0
     await session.execute(_PUT_IN_FORCE, values)
@@ -353,7 +362,7 @@ async def is_loaded(
 
 
 async def open_changes(session: AsyncSession, *, limit: int = 1000) -> Sequence[InstrumentChange]:
-    """Return changed lots that wait for an operator, the oldest first."""
+    """Return lots that differ from the known ones and wait for an operator, the oldest first."""
     query = select(InstrumentChange).where(InstrumentChange.resolved_at.is_(None))
     return (await session.scalars(query.order_by(InstrumentChange.id).limit(limit))).all()
 
@@ -392,6 +401,86 @@ async def approve_change(
         reason=reason,
     )
     return change
+
+
+class _Lot(NamedTuple):
+    units: int
+    value: Decimal
+
+
+async def _keep_known_lots(session: AsyncSession, load: InstrumentLoad) -> None:
+    """Give new instruments of a staged list the lot that is known of them, and write an
+    `InstrumentChange` where the list has another."""
+    staged, known = StagedInstrument, InstrumentRow
+    is_known = exists().where(known.broker == load.broker, known.code == staged.code)
+    query = select(staged.code, staged.market, staged.lot_units, staged.lot_value).where(
+        staged.load_id == load.id, ~is_known
+    )
+    new_rows = (await session.execute(query)).all()
+    plugin = installed_brokers().get(load.broker)
+    if not new_rows or plugin is None:
+        return
+    in_force = await _lots_of_products(session, load)
+    changes = []
+    for code, market, units, value in new_rows:
+        lots = in_force.get(product_of(code)) or _lots_of_form(plugin, market, code)
+        if lots and _Lot(units, value) not in lots:
+            changes.append((code, lots[0], _Lot(units, value)))
+    if not changes:
+        return
+    await session.execute(
+        postgresql.insert(InstrumentChange).on_conflict_do_nothing(),
+        [
+            {
+                "broker": load.broker,
+                "code": code,
+                "old_lot_units": old.units,
+                "old_lot_value": old.value,
+                "new_lot_units": new.units,
+                "new_lot_value": new.value,
+                "since": load.trading_day,
+            }
+            for code, old, new in changes
+        ],
+    )
+    await session.execute(
+        update(staged),
+        [
+            {"load_id": load.id, "code": code, "lot_units": old.units, "lot_value": old.value}
+            for code, old, _ in changes
+        ],
+    )
+
+
+async def _lots_of_products(
+    session: AsyncSession, load: InstrumentLoad
+) -> Mapping[str, Sequence[_Lot]]:
+    """Return the lots in force of each product of contracts. It has two after an operator has
+    approved one of some of its contracts."""
+    row = InstrumentRow
+    query = select(row.code, row.lot_units, row.lot_value).where(
+        row.broker == load.broker, row.listed, row.market.in_(load.markets)
+    )
+    lots: dict[str, list[_Lot]] = {}
+    for code, units, value in await session.execute(query.order_by(row.code)):
+        contract = read_contract(code)
+        if contract is None:
+            continue
+        of_product = lots.setdefault(contract.product, [])
+        if _Lot(units, value) not in of_product:
+            of_product.append(_Lot(units, value))
+    return lots
+
+
+def _lots_of_form(plugin: Plugin, market: str, code: str) -> Sequence[_Lot]:
+    """Return the lot that the broker's record gives the form of a code; none if it gives none."""
+    rule = plugin.record.markets.get(market)
+    if rule is None:
+        return ()
+    form, common = rule.symbol_rule(code), rule.lots.get(OrderLot.COMMON)
+    if form is None or form.lot_value is None or common is None:
+        return ()
+    return (_Lot(common.units, form.lot_value),)
 
 
 def _turn(broker: str) -> str:

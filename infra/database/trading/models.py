@@ -391,7 +391,8 @@ class StagedInstrument(ToldInstrument, Base):
 
 
 class InstrumentChange(Base):
-    """A known instrument's lot that differs from the one in force, for an operator.
+    """An instrument's lot that differs from the one in force, for an operator. The one in force is
+    that of lists before, or of the product or the record where the instrument is new.
 
     At most one of an instrument is open. `withdrawn`: a later list had the old lot again.
     """

@@ -357,6 +357,55 @@ async def test_a_changed_lot_waits_for_an_operator_while_the_old_one_is_in_force
         assert (entry.actor, entry.data["new_lot_units"]) == ("op", 100)
 
 
+def future(code: str, value: int) -> Instrument:
+    return Instrument(
+        code=code,
+        market="futures",
+        kind=InstrumentKind.FUTURE,
+        lot_units=1,
+        lot_value=Decimal(value),
+    )
+
+
+async def test_a_new_month_with_another_multiplier_than_its_record_waits_for_an_operator(
+    source: Database,
+) -> None:
+    """Also in the first list of all."""
+    wrong = future("TXFA7", 20)
+    assert (await load(source, wrong, future("MXFA7", 50))).pending == 1
+    assert await in_force(source, "TXFA7") == future("TXFA7", 200)
+    [change] = await source.fetch(instrument_loads.open_changes)
+    assert (change.code, change.old_lot_value, change.new_lot_value) == ("TXFA7", 200, 20)
+    assert (await load(source, wrong, future("MXFA7", 50), day=NEXT_DAY)).pending == 1
+    await source.write(instrument_loads.approve_change, change.id, actor="op", reason="announced")
+    assert await in_force(source, "TXFA7") == wrong
+    # The next month has the lot that an operator has approved.
+    later = [wrong, future("MXFA7", 50), future("TXFB7", 20)]
+    assert (await load(source, *later, day=NEXT_DAY)).pending == 0
+    assert await in_force(source, "TXFB7") == later[2]
+
+
+async def test_a_new_month_of_a_product_that_the_record_does_not_value_has_the_lot_in_force(
+    source: Database,
+) -> None:
+    share_future = future("CDFL6", 2000)
+    assert (await load(source, share_future)).pending == 0
+    assert (await load(source, share_future, future("CDFA7", 1), day=NEXT_DAY)).pending == 1
+    assert await in_force(source, "CDFA7") == future("CDFA7", 2000)
+    # Another product is not compared with it.
+    others = [share_future, future("CDFA7", 2000), future("CD1A7", 1900)]
+    assert (await load(source, *others, day=NEXT_DAY)).pending == 0
+    assert await in_force(source, "CD1A7") == others[2]
+
+
+async def test_a_new_share_with_another_lot_than_its_record_waits_for_an_operator(
+    source: Database,
+) -> None:
+    small = msgspec.structs.replace(STOCK, lot_units=100, lot_value=Decimal(100))
+    assert (await load(source, small)).pending == 1
+    assert await in_force(source, "2330") == STOCK
+
+
 async def test_a_change_that_a_later_list_takes_back_cannot_be_approved(source: Database) -> None:
     await load(source, STOCK)
     await load(source, msgspec.structs.replace(STOCK, lot_value=Decimal(2000)))

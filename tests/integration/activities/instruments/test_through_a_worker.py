@@ -20,6 +20,7 @@ from infra.database.engine import Database
 from infra.database.models import EncryptedCredentials
 from infra.database.trading import instrument_loads, instruments
 from infra.database.trading.instruments import InstrumentSearch
+from infra.database.trading.models import InstrumentRow
 from infra.exchange.client import ExchangeAdmin, ExchangeServer
 from infra.exchange.instruments import InstrumentSettings
 from infra.local.servers import ValkeyServer
@@ -86,9 +87,9 @@ async def test_the_exchanges_whole_list_comes_into_force_and_a_changed_lot_waits
         lot_units=500,
         lot_value=Decimal(500),
     )
-    before = await database.write(instrument_loads.begin_load, "paper", date(2026, 11, 20))
-    await database.write(instrument_loads.stage_page, before.id, [other_lot])
-    await database.write(instrument_loads.switch_list, before.id)
+    async with database.session() as session:
+        known = instruments.told_values(other_lot)
+        session.add(InstrumentRow(broker="paper", loaded_on=date(2026, 11, 20), **known))
     async with ExchangeAdmin(exchange.admin_url) as admin:
         await admin.register("a1", "good", "s")
         await admin.set_instruments(InstrumentSettings(extra_warrants=1000))
