@@ -97,6 +97,10 @@ class InstrumentSourceView(View):
     market: str = Field(description="`broker_type` of the account.")
     user_id: str | None = Field(description="null: no account is designated any more.")
     account_id: str | None
+    account_removed: bool = Field(
+        description="The designated account was removed, so the list is loaded no more. Designate "
+        "another one, or delete the source."
+    )
     set_by: str | None
     set_at: datetime | None
     loaded_on: date | None = Field(

@@ -39,9 +39,11 @@ class InstrumentLists:
         """Return each market of a broker with an account that lists, or listed."""
         async with self.database.session(autocommit=True) as session:
             sources = await instrument_loads.list_sources(session)
+            removed = await instrument_loads.removed_sources(session)
             loads = await instrument_loads.latest_of_each(session)
             in_force = await instruments.lists_in_force(session)
         source_of = {(source.broker, source.market): source for source in sources}
+        removed_markets = {(source.broker, source.market) for source in removed}
         load_of = {(load.broker, load.market): load for load in loads}
         return [
             self._view(
@@ -49,6 +51,7 @@ class InstrumentLists:
                 market,
                 source_of.get((broker, market)),
                 load_of.get((broker, market)),
+                (broker, market) in removed_markets,
                 [
                     listed.trading_day
                     for listed in in_force
@@ -60,7 +63,7 @@ class InstrumentLists:
 
     async def missed_days(self) -> Mapping[tuple[str, str], int]:
         """Return how many trading days the list of each broker and market is old that has one, and
-        an account that loads it."""
+        an account that is designated to load it, though it was removed."""
         async with self.database.session(autocommit=True) as session:
             sources = await instrument_loads.list_sources(session)
             in_force = await instruments.lists_in_force(session)
@@ -121,6 +124,7 @@ class InstrumentLists:
         market: str,
         source: InstrumentSource | None,
         load: InstrumentLoad | None,
+        account_removed: bool,
         list_days: Sequence[date],
     ) -> InstrumentSourceView:
         loaded_on = min(list_days, default=None)
@@ -132,6 +136,7 @@ class InstrumentLists:
             market=market,
             user_id=source.user_id if source else None,
             account_id=source.account_id if source else None,
+            account_removed=account_removed,
             set_by=source.set_by if source else None,
             set_at=source.set_at if source else None,
             loaded_on=loaded_on,

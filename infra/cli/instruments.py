@@ -179,6 +179,8 @@ def _load_state(row: dict[str, Any]) -> str:
 
 
 def _load_error(row: dict[str, Any]) -> str:
+    if row["account_removed"]:
+        return "the account was removed"
     return str(row["last_load"]["error"]) if row["last_load"] else ""
 
 

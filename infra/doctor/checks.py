@@ -258,6 +258,7 @@ async def _instruments(settings: Settings) -> str:
         database.session(autocommit=True) as session,
     ):
         sources = await instrument_loads.list_sources(session)
+        removed = await instrument_loads.removed_sources(session)
         in_force = await instruments.lists_in_force(session)
         changes = await instrument_loads.open_changes(session)
     designated = {(source.broker, source.market) for source in sources}
@@ -271,6 +272,11 @@ async def _instruments(settings: Settings) -> str:
     missing = designated - {(listed.broker, listed.source_market) for listed in watched}
     old += [
         f"no list of {broker}, market {market}, was loaded" for broker, market in sorted(missing)
+    ]
+    old += [
+        f"account {source.account_id} of {source.user_id}, which lists {source.broker}, market"
+        f" {source.market}, was removed"
+        for source in removed
     ]
     if changes:
         old.append(f"{len(changes)} changed lots wait: `berth instruments changes`")

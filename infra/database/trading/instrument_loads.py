@@ -149,11 +149,25 @@ async def list_sources(session: AsyncSession) -> Sequence[InstrumentSource]:
     return (await session.scalars(select(source).order_by(source.broker, source.market))).all()
 
 
+async def removed_sources(session: AsyncSession) -> Sequence[InstrumentSource]:
+    """Return the designated accounts that were removed, by broker and market."""
+    source = InstrumentSource
+    there = exists().where(
+        BrokerAccount.user_id == source.user_id,
+        BrokerAccount.account_id == source.account_id,
+        BrokerAccount.broker == source.broker,
+        BrokerAccount.broker_type == source.market,
+    )
+    query = select(source).where(~there).order_by(source.broker, source.market)
+    return (await session.scalars(query)).all()
+
+
 async def require_sources(
     session: AsyncSession, broker: str, market: str = ""
 ) -> Sequence[InstrumentSource]:
     """Return a broker's designated accounts, or that of one market. Raises
-    `InstrumentSourceMissing`, and `InstrumentSourceTrades` if a user of one trades by now."""
+    `InstrumentSourceMissing` if there is none or one was removed, and `InstrumentSourceTrades` if a
+    user of one trades by now."""
     source = InstrumentSource
     query = select(source).where(source.broker == broker).order_by(source.market)
     if market:
@@ -161,8 +175,15 @@ async def require_sources(
     sources = (await session.scalars(query)).all()
     if not sources:
         raise _no_source(broker, market)
-    for found in sources:
-        await require_not_trading(session, found.user_id)
+    removed = await removed_sources(session)
+    for designated in sources:
+        if designated in removed:
+            raise InstrumentSourceMissing(
+                f"Account {designated.account_id} of {designated.user_id}, which lists the"
+                f" instruments of {broker}, market {designated.market}, was removed. Designate"
+                " another one, or delete the source."
+            )
+        await require_not_trading(session, designated.user_id)
     return sources
 
 

@@ -10,7 +10,6 @@ from sqlalchemy import (
     CheckConstraint,
     Date,
     ForeignKey,
-    ForeignKeyConstraint,
     Identity,
     Index,
     String,
@@ -311,18 +310,10 @@ class InstrumentRow(ToldInstrument, Base):
 
 
 class InstrumentSource(Base):
-    """The account through which a broker's instruments are loaded, one of each market. It goes with
-    the account."""
+    """The account through which a broker's instruments are loaded, one of each market. It stays
+    until an operator deletes it: if the account is removed, operators hear that the list ages."""
 
     __tablename__ = "instrument_sources"
-    __table_args__ = (
-        ForeignKeyConstraint(
-            ["user_id", "account_id"],
-            ["broker_accounts.user_id", "broker_accounts.account_id"],
-            ondelete="CASCADE",
-        ),
-        Index("instrument_sources_by_user", "user_id"),
-    )
 
     broker: Mapped[str] = mapped_column(String(32), primary_key=True)
     #: The account's own. Whether it lists others, too, is the broker's affair.

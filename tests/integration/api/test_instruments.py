@@ -21,6 +21,7 @@ from api.instruments.service import InstrumentLists
 from infra.database.trading import instrument_loads
 from infra.local.servers import TemporalServer
 from infra.market.calendar import MarketCalendars
+from infra.market.list_age import MAX_MISSED_DAYS
 from tests.support.commands import CommandForker
 from tests.support.systems.api import ServedApi, make_key, operator
 from worker_runtime.protocol.instruments import Instrument, InstrumentKind, PriceStep
@@ -239,6 +240,31 @@ async def test_an_old_list_a_refused_one_and_a_changed_lot_alert(
     [source] = (await staff.get("/instruments/sources")).json()["sources"]
     assert source["last_load"]["error"] == "it is empty"
     assert source["missed_days"] > 2
+
+
+async def test_an_old_list_alerts_until_its_source_is_deleted_though_its_account_was_removed(
+    api: ServedApi, staff: httpx.AsyncClient, lists: str
+) -> None:
+    await designate(staff, lists)
+    today, _ = await api.services.instrument_lists.require_markets("paper")
+    await load(api, STOCK, day=today - timedelta(days=9))
+    async with api.client(api.admin_key) as admin:
+        removed = await admin.request(
+            "DELETE", "/users/lists/accounts/main", params={"reason": "moved"}
+        )
+        assert removed.is_success, removed.text
+    metric = 'berth_instruments_missed_days{broker="paper",market="stock"}'
+    lines = (await staff.get("/metrics")).text.splitlines()
+    [missed] = [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(metric)]
+    assert missed > MAX_MISSED_DAYS
+    [source] = (await staff.get("/instruments/sources")).json()["sources"]
+    assert (source["user_id"], source["account_removed"]) == ("lists", True)
+    refused = await staff.post("/instruments/sources/paper/load", json={})
+    assert (refused.status_code, refused.json()["code"]) == (404, "INSTRUMENT_SOURCE_MISSING")
+
+    deleted = await staff.delete("/instruments/sources/paper", params={"market": "stock"})
+    assert deleted.status_code == 204
+    assert metric not in (await staff.get("/metrics")).text
 
 
 async def test_operators_do_the_same_on_the_command_line(

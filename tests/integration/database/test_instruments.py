@@ -501,7 +501,9 @@ async def test_a_user_who_trades_or_may_trade_lists_no_instruments(database: Dat
     await refused("disabled")
 
 
-async def test_a_source_is_an_account_of_its_broker_and_goes_with_it(database: Database) -> None:
+async def test_a_source_is_an_account_of_its_broker_and_stays_when_that_is_removed(
+    database: Database,
+) -> None:
     await put_user(database)
     for broker, account_id in (("harbour", "main"), ("paper", "other")):
         with pytest.raises(InstrumentSourceMissing):
@@ -514,5 +516,11 @@ async def test_a_source_is_an_account_of_its_broker_and_goes_with_it(database: D
     [source] = await database.fetch(instrument_loads.list_sources)
     assert (source.user_id, source.account_id, source.set_by) == ("lists", "main", "op")
     assert source.market == "stock"
+    assert await database.fetch(instrument_loads.removed_sources) == []
     await database.write(accounts.remove_account, "lists", "main", actor="op", reason="moved")
-    assert await database.fetch(instrument_loads.list_sources) == []
+    [removed] = await database.fetch(instrument_loads.removed_sources)
+    assert (removed.broker, removed.market, removed.account_id) == ("paper", "stock", "main")
+    with pytest.raises(InstrumentSourceMissing, match="was removed"):
+        await database.write(instrument_loads.begin_load, "paper", DAY)
+    await database.write(instrument_loads.delete_source, "paper", actor="op")
+    assert await database.fetch(instrument_loads.removed_sources) == []

@@ -262,4 +262,9 @@ async def test_a_list_of_instruments_that_is_old_or_missing(
         result = await check_with(checks.INSTRUMENTS, settings)
         assert (f"the list of paper, market stock, is of {day}" in result.problem) == is_old
         assert (result.problem == "") != is_old
+    async with database.session() as session:
+        await session.execute(text("delete from broker_accounts"))
+    problem = (await check_with(checks.INSTRUMENTS, settings)).problem
+    assert "account main of lists, which lists paper, market stock, was removed" in problem
+    assert f"the list of paper, market stock, is of {today - timedelta(days=20)}" in problem
     await database.close()

@@ -23,6 +23,12 @@ def upgrade() -> None:
           drop constraint instrument_sources_pkey,
           add primary key (broker, market)"""
     )
+    # A designation stays when its account is removed: its list still ages, and must alert.
+    op.execute(
+        """alter table instrument_sources
+          drop constraint instrument_sources_user_id_account_id_fkey"""
+    )
+    op.execute("drop index instrument_sources_by_user")
     # `market` is that of the account, `markets` are those of the instruments that it listed.
     op.execute(
         """alter table instrument_loads
