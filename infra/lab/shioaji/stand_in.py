@@ -171,7 +171,8 @@ class StandInClient:
         reply = self._call(login, _CALL_TIMEOUT_S)
         self._session_id = reply.session_id
         threading.Thread(target=self._await_end, args=(self._link,), daemon=True).start()
-        return [self._own_account()]
+        derivatives = self._account_with(self._sdk.AccountType.Future, "F002000")
+        return [self._own_account(), derivatives]
 
     def logout(self) -> None:
         link, self._link = self._link, None
@@ -313,9 +314,11 @@ class StandInClient:
     # --- inside -----------------------------------------------------------------------------------
 
     def _own_account(self) -> Any:
-        return self._sdk.Account(
-            self._sdk.AccountType.Stock, "A123456789", "9A95", self._account, True, "user"
-        )
+        """Returns the account that trades: orders of derivatives are not simulated."""
+        return self._account_with(self._sdk.AccountType.Stock, "9A95")
+
+    def _account_with(self, account_type: Any, branch: str) -> Any:
+        return self._sdk.Account(account_type, "A123456789", branch, self._account, True, "user")
 
     def _instruments(self, after: str) -> InstrumentPage:
         def ask(id: int) -> wire.ListExchangeInstruments:
