@@ -257,7 +257,7 @@ def _refuse_ended(symbol: str, terms: SymbolTerms, market: MarketRule, local: da
     last = terms.expires_on
     if last is None or local < datetime.combine(last, market.day.closes, local.tzinfo):
         return
-    if not is_rolling(symbol):  # which goes on with the next contract
+    if not is_rolling(symbol):  # which continues with the next contract
         raise errors.InstrumentExpired(
             f"{symbol} traded until {last:%Y-%m-%d}. Order a contract that trades."
         )

@@ -117,7 +117,7 @@ def _instrument_of(kind: str, base: Any, info: Any, today: date) -> Instrument |
         lot_value=multiplier,
         # With a rule the tick depends on the price, and one step would be wrong at others.
         ticks=(PriceStep(tick=tick),) if tick is not None and not info.tick_rule else (),
-        # A rolling code goes on with the next contract when the one it stands for ends.
+        # A rolling code continues with the next contract when the one it stands for ends.
         expires_on=None if base.target_code else _last_day(info),
         underlying=_text(info.underlying_code or info.root, _MAX_CODE_LENGTH),
         **_prices(info, today),
