@@ -52,11 +52,7 @@ class InstrumentLists:
                 source_of.get((broker, market)),
                 load_of.get((broker, market)),
                 (broker, market) in removed_markets,
-                [
-                    listed.trading_day
-                    for listed in in_force
-                    if (listed.broker, listed.source_market) == (broker, market)
-                ],
+                [listed.trading_day for listed in in_force if (broker, market) in listed.sources],
             )
             for broker, market in sorted(source_of.keys() | load_of.keys())
         ]
@@ -73,7 +69,7 @@ class InstrumentLists:
                 self.calendars, listed.broker, listed.trading_day, time.time()
             )
             for listed in in_force
-            if (listed.broker, listed.source_market) in designated
+            if listed.sources & designated
         }
 
     async def require_markets(self, broker: str, market: str = "") -> tuple[date, list[str]]:

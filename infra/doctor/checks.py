@@ -262,14 +262,14 @@ async def _instruments(settings: Settings) -> str:
         in_force = await instruments.lists_in_force(session)
         changes = await instrument_loads.open_changes(session)
     designated = {(source.broker, source.market) for source in sources}
-    watched = [listed for listed in in_force if (listed.broker, listed.source_market) in designated]
+    watched = [listed for listed in in_force if listed.sources & designated]
     old = [
         f"the list of {listed.broker}, market {listed.market}, is of {listed.trading_day}"
         for listed in watched
         if missed_trading_days(calendars, listed.broker, listed.trading_day, time.time())
         > MAX_MISSED_DAYS
     ]
-    missing = designated - {(listed.broker, listed.source_market) for listed in watched}
+    missing = designated.difference(*(listed.sources for listed in watched))
     old += [
         f"no list of {broker}, market {market}, was loaded" for broker, market in sorted(missing)
     ]

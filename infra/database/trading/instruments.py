@@ -47,6 +47,11 @@ class ListInForce(NamedTuple):
     #: The market of the account that listed it. Some brokers' accounts list all markets.
     source_market: str
 
+    @property
+    def sources(self) -> frozenset[tuple[str, str]]:
+        """Broker and market of the accounts that load it, where they are designated."""
+        return frozenset({(self.broker, self.market), (self.broker, self.source_market)})
+
 
 async def find_instrument(session: AsyncSession, broker: str, code: str) -> Instrument | None:
     """Return an instrument with the values in force; None if the last list does not have it.
