@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 from sqlalchemy import func, or_, select
+from sqlalchemy.dialects.postgresql import distinct_on
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database.trading.models import InstrumentLoad, InstrumentRow
@@ -74,7 +75,7 @@ async def lists_in_force(session: AsyncSession) -> Sequence[ListInForce]:
     query = (
         select(load.broker, market, load.trading_day, load.market)
         .where(load.state == "loaded")
-        .distinct(load.broker, market)
+        .ext(distinct_on(load.broker, market))
         .order_by(load.broker, market, load.trading_day.desc(), load.id.desc())
     )
     return [ListInForce(*row) for row in await session.execute(query)]
