@@ -4,6 +4,7 @@ contracts; from a broker's list where one was loaded, else from its record."""
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from datetime import date, datetime, timedelta
 from decimal import Decimal
 from typing import Any
@@ -11,11 +12,13 @@ from typing import Any
 import httpx
 import pytest
 
+from infra.database.orders.checks import CheckedTerms
 from infra.database.trading import instruments
 from infra.database.trading.models import InstrumentLoad, InstrumentRow
 from infra.market.calendar import zone_of_market
 from tests.support.api.accounts import put_account, set_account_limits
 from tests.support.systems.api import ServedApi, StartWorker, an_order, running_api
+from worker_runtime.protocol.errors import UnknownSymbol
 from worker_runtime.protocol.installed_brokers import built_in_brokers
 from worker_runtime.protocol.instruments import Instrument, InstrumentKind, PriceStep
 
@@ -180,16 +183,26 @@ async def test_a_list_of_one_market_refuses_no_code_of_another(
     assert (await place(api, caller, 2, symbol="TXFL6", price="100"))[0] == 201
 
 
-async def test_a_position_is_closed_though_the_list_lacks_its_code(
-    api: ServedApi, caller: httpx.AsyncClient
+async def test_what_closes_a_position_is_not_refused_for_a_code_that_the_list_lacks(
+    api: ServedApi,
 ) -> None:
-    assert (await place(api, caller, 1, symbol="2317", price="100"))[0] == 201
     await load(api, STOCK)
-    changed = api.settings.model_copy(update={"check_symbols": "all", "check_prices": "all"})
-    async with running_api(changed) as later, later.client(api.key) as client:
-        terms = {"symbol": "2317", "side": "sell", "price": "100"}
-        assert (await place(api, client, 2, **terms))[1] == "UNKNOWN_SYMBOL"
-        assert (await place(api, client, 3, **terms, reduce_only=True))[0] == 201
+    terms = CheckedTerms(
+        user_id=api.user,
+        account_id="main",
+        symbol="2317",
+        quantity=1,
+        price_type="LMT",
+        price=Decimal(100),
+        time_in_force="ROD",
+        trading_day=today(),
+    )
+    changed = api.settings.model_copy(update={"check_symbols": "all"})
+    async with running_api(changed) as strict:
+        checks = strict.services.placer.checks
+        with pytest.raises(UnknownSymbol):
+            await checks.check(terms)
+        await checks.check(replace(terms, reduce_only=True))
 
 
 async def test_limits_and_absent_codes_of_an_old_list_refuse_nothing(
