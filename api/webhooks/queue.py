@@ -85,6 +85,8 @@ class SignalRun:
     until: float
     #: Its orders so far.
     orders: dict[str, OrderView] = field(default_factory=dict)
+    #: Orders that PostgreSQL has of it, perhaps of the process before this one.
+    written_ids: Sequence[UUID] = ()
 
     @property
     def call(self) -> WebhookCall:
@@ -114,7 +116,7 @@ class SignalRun:
             for order in self.orders.values()
             for part in getattr(order, "parts", ()) or [order]
         ]
-        return [UUID(view.id) for view in views]
+        return list(dict.fromkeys([*self.written_ids, *(UUID(view.id) for view in views)]))
 
 
 class SignalQueue:
@@ -278,8 +280,6 @@ class SignalQueue:
         A try never submits an order a second time: it finds the orders that an earlier try has
         written.
         """
-        if run.held.webhook.revoked_at is not None:
-            raise errors.WebhookUnknown("the webhook was revoked")
         pause = RETRY_INTERVAL_S
         obstacle = run.call.reason or ""
         while True:
@@ -312,6 +312,10 @@ class SignalQueue:
     async def _try(self, run: SignalRun) -> SignalPlan:
         async with self._database.session(autocommit=True) as session:
             known = await order_checks.orders_by_client_ids(session, run.call.user_id, run.names)
+        # Before anything refuses it: the record of a refused signal names its orders, too.
+        run.written_ids = [known[name].id for name in dict.fromkeys(run.names) if name in known]
+        if run.held.webhook.revoked_at is not None:
+            raise errors.WebhookUnknown("the webhook was revoked")
         plan = SignalPlan.from_json(run.call.plan) if run.call.plan is not None else None
         if plan is None and known:
             plan = _plan_of_release_before(run, known)

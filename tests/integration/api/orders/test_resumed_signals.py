@@ -321,6 +321,7 @@ async def test_a_signal_of_a_revoked_webhook_is_not_taken_up_again(
     await leave(api, held_until="now()")
     (row,) = await completed(api)
     assert row.outcome == "WEBHOOK_UNKNOWN"
+    assert len(row.order_ids) == 1
     assert [entry.data["code"] for entry in await failures(api)] == ["WEBHOOK_UNKNOWN"]
     assert submitted_orders(worker) == [("buy", 2, True)]
 
