@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from infra.market.calendar import Calendar, home_broker, zone_of_market
 from worker_runtime.protocol.broker_record import ContractCodes, FinalSettlement, MarketRule
-from worker_runtime.protocol.contract_codes import product_of
+from worker_runtime.protocol.contract_codes import read_contract
 from worker_runtime.protocol.errors import UnknownSymbol
 from worker_runtime.protocol.order_terms import ODD_LOTS
 
@@ -45,11 +45,12 @@ def is_share(symbol: str) -> bool:
 
 
 def lane_of(symbol: str) -> str:
-    """Return the name of a signal's lane: a share, or the product of a contract.
+    """Return the name of a signal's lane: a share, an option, or the product of a future.
 
-    A rolling code (`TXFR1`) may stand for any contract of its product.
+    A rolling code (`TXFR1`) may stand for any future of its product.
     """
-    return product_of(symbol)
+    contract = read_contract(symbol)
+    return contract.product if contract is not None and contract.is_future else symbol
 
 
 def resolve_symbol(name: str, names: Mapping[str, str], calendar: Calendar, at: datetime) -> str:

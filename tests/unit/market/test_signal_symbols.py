@@ -82,7 +82,13 @@ def test_what_no_exchange_here_has_is_named_with_what_to_do(name: str) -> None:
 def test_contracts_of_a_product_wait_in_one_line_and_each_share_in_its_own() -> None:
     assert {lane_of(symbol) for symbol in ("TXFK6", "TXFL6", "TXFR1")} == {"TXF"}
     assert [lane_of(symbol) for symbol in ("2330", "2337")] == ["2330", "2337"]
+    assert [lane_of(symbol) for symbol in ("CDFL6", "CDFR2")] == ["CDF", "CDF"]
     assert [is_share(symbol) for symbol in ("2330", "0050", "TXFL6")] == [True, True, False]
+
+
+def test_options_of_other_strikes_do_not_wait_for_each_other() -> None:
+    options = ["TXO18000L6", "TXO18000X6", "TXO19000L6", "TXO18000A7", "CDA0600L6"]
+    assert [lane_of(option) for option in options] == options
 
 
 @pytest.mark.parametrize(
