@@ -41,6 +41,9 @@ from worker_runtime.protocol.errors import BerthError
 
 #: Bytes; a signal of TradingView has 300 or so, and at most 4,096 characters.
 MAX_BODY_BYTES = 16 * 1024
+#: Seconds past the wait for a signal's end within which its answer is made: TradingView gives up
+#: 3 s after it has sent a signal, and the wait is 2 s.
+ANSWER_MARGIN_S = 0.5
 #: Seconds between two rounds of the queue's keeper.
 KEEPER_INTERVAL_S = 2.0
 #: Signals of the release before that one round takes over.
@@ -199,27 +202,36 @@ class SignalReceiver:
     async def _answer(
         self, call: WebhookCall, signal: Signal, *, new: bool, began: float
     ) -> AnsweredSignal:
-        """Returns the outcome, or how far the signal is when the wait ends; it continues alone."""
+        """Returns the outcome, or how far the signal is when the wait ends; it continues alone.
+
+        The answer is in time also while a server stands still: then it has no orders.
+        """
+        wait_until = began + self.settings.webhook_wait
         if call.completed_at is None:
             self.queue.work(signals.lane_of(call))
-            await self.queue.wait(
-                call.id, max(0.0, self.settings.webhook_wait - (time.monotonic() - began))
-            )
+            await self.queue.wait(call.id, max(0.0, wait_until - time.monotonic()))
+        legs: list[OrderView] | None = None
         try:
-            async with self.database.session() as session:
-                call = await signals.note_answer(session, call.id) or call
-            legs = await self._legs(call, signal)
+            remaining_s = max(0.0, wait_until - time.monotonic())
+            async with asyncio.timeout(remaining_s + ANSWER_MARGIN_S):
+                async with self.database.session() as session:
+                    call = await signals.note_answer(session, call.id) or call
+                legs = await self._legs(call, signal)
+        except TimeoutError:
+            self._log.warning("signal_answered_without_orders", signal=call.id)
         except (BerthError, RedisError):
             if call.completed_at is not None:
                 raise
-            legs = []  # it is stored, and continues
+            # It is stored, and continues.
         if call.state == signals.REFUSED:
             error = stored_error(call)
-            if signal.plain and len(legs) == 1:
+            if signal.plain and legs and len(legs) == 1:
                 raise ProblemError(error, order=legs[0])
-            raise ProblemError(error, legs=legs)
-        complete = call.completed_at is not None
-        return self._answered(signal, call.digest or "", call, legs, complete=complete, new=new)
+            raise ProblemError(error, legs=legs or [])
+        complete = call.completed_at is not None and legs is not None
+        return self._answered(
+            signal, call.digest or "", call, legs or [], complete=complete, new=new
+        )
 
     async def _legs(self, call: WebhookCall, signal: Signal) -> list[OrderView]:
         ids = call.order_ids
