@@ -34,7 +34,7 @@ async def list_calls(
     ] = None,
 ) -> schemas.WebhookCallList:
     """Covers the last 200, the newest first: signals with their orders, refusals with
-    their reason."""
+    their reason; besides the last 20 without the webhook's secret or from another address."""
     await service.get_webhook(call.database, user_id, webhook_id)
     rows = await call.database.fetch(
         webhook_calls.list_calls, webhook_id, before=cursor, limit=limit + 1
@@ -57,7 +57,7 @@ async def list_calls(
 async def export_calls(
     user_id: VisibleUserId, webhook_id: UUID, call: Call, bom: Bom = False
 ) -> Response:
-    """Covers the last 200. Times are in the home zone."""
+    """Covers the same calls as the list. Times are in the home zone."""
     await service.get_webhook(call.database, user_id, webhook_id)
     data = await service.export_calls(call.database, webhook_id, bom=bom)
     headers = {

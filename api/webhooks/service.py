@@ -104,7 +104,7 @@ class SignalReceiver:
                 self._require_time(signal, webhook)
                 received = await self._interpret(signal, webhook)
         except BerthError as error:
-            await self._note_refusal(webhook, error, source, body, signal)
+            await self._note_refusal(webhook, error, source, body, signal, began)
             raise
         if isinstance(earlier, AnsweredSignal):
             return earlier
@@ -272,7 +272,13 @@ class SignalReceiver:
         return AnsweredSignal(view, settled, new)
 
     async def _note_refusal(
-        self, webhook: Webhook, error: BerthError, source: str, body: bytes, signal: Signal | None
+        self,
+        webhook: Webhook,
+        error: BerthError,
+        source: str,
+        body: bytes,
+        signal: Signal | None,
+        began: float,
     ) -> None:
         """Records a call that is no signal, unless there are too many."""
         self._log.warning(
@@ -282,9 +288,16 @@ class SignalReceiver:
             return
         if signal is None:
             # In a count of their own: a stranger with the token cannot use up the owner's calls.
-            self._count(webhook, "refused")
+            self._count(webhook, "refused" if error.code in signals.STRANGERS_OUTCOMES else "")
         async with self.database.session() as session:
-            await signals.add_refusal(session, webhook, error, source=source, body=shown_body(body))
+            await signals.add_refusal(
+                session,
+                webhook,
+                error,
+                source=source,
+                body=shown_body(body),
+                answered_ms=round((time.monotonic() - began) * 1000),
+            )
 
     async def _take_over_delivery(self) -> bool:
         """Carries on a signal that the release before has promised; False if there is none."""
@@ -299,7 +312,9 @@ class SignalReceiver:
                     signal, delivery.webhook, names, self.calendar, datetime.now(UTC)
                 )
             except BerthError as error:
-                await signals.add_refusal(session, delivery.webhook, error, source="", body=None)
+                await signals.add_refusal(
+                    session, delivery.webhook, error, source="", body=None, answered_ms=None
+                )
                 self._log.warning(
                     "signal_unreadable", webhook=str(delivery.webhook.id), code=error.code
                 )
@@ -370,12 +385,24 @@ def _require_open(webhook: Webhook) -> None:
         raise errors.WebhookPaused
 
 
+#: What a text gives as its secret, also one that is no JSON.
+_GIVEN_SECRET = re.compile(rb"(?i)secret[\"']?\s*[:=]\s*[\"']?([A-Za-z0-9_-]{1,256})")
+
+
 def _checked_signal(webhook: Webhook, source: str, body: bytes) -> Signal:
     """Returns the signal if it comes from one of the webhook's sources and has its secret (256
-    bits, which nobody guesses). Raises `SourceNotAllowed`, `BodyTooLarge`, `InvalidRequest`,
-    `WebhookSecretWrong`."""
+    bits, which nobody guesses).
+
+    Nothing else of a call is looked at before the secret: what it says otherwise is its owner's.
+    Raises `SourceNotAllowed`, `WebhookSecretWrong`, `BodyTooLarge`, `InvalidRequest`.
+    """
     if webhook.sources and not is_within(source, map(parse_network, webhook.sources)):
         raise errors.SourceNotAllowed
+    given = {secret.decode() for secret in _GIVEN_SECRET.findall(body)}
+    if not any(webhooks.has_secret(webhook, secret) for secret in given):
+        if given:
+            raise errors.WebhookSecretWrong
+        raise errors.WebhookSecretWrong('the body has no secret: send "secret": "…" with it')
     if len(body) > MAX_BODY_BYTES:
         raise errors.BodyTooLarge(f"a signal has at most {MAX_BODY_BYTES} bytes")
     signal = schemas.parse_signal(body)

@@ -16,11 +16,14 @@ import httpx
 import pytest
 from sqlalchemy import func, select, update
 
+from api.http.errors import WebhookSecretWrong
 from api.webhook_calls.service import FAILURE_EVENT, FailureNotices
 from infra.database.kept_jobs import KeptJob
 from infra.database.models import Order, StatementAddress
 from infra.database.trading import webhooks
 from infra.database.trading.models import Webhook, WebhookCall
+from infra.database.trading.signals import MAX_KEPT_REFUSALS, add_refusal
+from infra.database.trading.webhook_calls import MAX_SHOWN_STRANGERS
 from tests.support.api.pages import csrf_header, logged_in_browser
 from tests.support.api.scripted_answers import answer_positions, make_position
 from tests.support.api.webhooks import (
@@ -58,7 +61,7 @@ async def test_calls_show_outcome_reason_orders_and_latency_and_no_secret(
     assert answer.status_code == 200, answer.text
     calls = answer.json()["calls"]
     assert [call["outcome"] for call in calls] == [
-        "INVALID_REQUEST",
+        "WEBHOOK_SECRET_WRONG",
         "INVALID_REQUEST",
         "WEBHOOK_SECRET_WRONG",
         "placed",
@@ -99,6 +102,36 @@ async def test_calls_come_in_pages_and_the_last_200_are_shown(api: ServedApi) ->
     assert seen == sorted(seen, reverse=True)
 
 
+async def test_garbage_without_the_secret_sends_no_message_and_hides_no_signal(
+    api: ServedApi,
+) -> None:
+    made = await create_webhook(api)
+    own = f'{{"secret": "{made["secret"]}", "action": buy}}'.encode()
+    assert (await post_signal(api, made, own)).json()["code"] == "INVALID_REQUEST"
+    database = api.services.database
+    notices = FailureNotices(database, api.services.kept_jobs, lambda: None)
+    assert await notices.send_due()  # the owner's own is reported
+    for garbage in (b"", b"no JSON", b"{}", b"x" * 20_000):
+        assert (await post_signal(api, made, garbage)).status_code == 403
+    async with database.session() as session:
+        await session.execute(update(WebhookCall).values(notified_at=None))
+        webhook = await session.get_one(Webhook, UUID(made["id"]))
+        for _ in range(MAX_KEPT_REFUSALS + 10):
+            error = WebhookSecretWrong()
+            await add_refusal(session, webhook, error, source="", body="", answered_ms=1)
+
+    listed = (await ask(api, "GET", f"/{made['id']}/calls", params={"limit": 200})).json()["calls"]
+
+    assert [call["outcome"] for call in listed] == [
+        *["WEBHOOK_SECRET_WRONG"] * MAX_SHOWN_STRANGERS,
+        "INVALID_REQUEST",
+    ]
+    assert await notices.send_due()
+    async with database.session() as session:
+        heard = select(WebhookCall.outcome).where(WebhookCall.notified_at.is_not(None))
+        assert list(await session.scalars(heard)) == ["INVALID_REQUEST"]
+
+
 async def test_calls_are_exported_for_spreadsheets_without_formulas(api: ServedApi) -> None:
     made = await create_webhook(api)
     await post_signal(api, made, b'=HYPERLINK("http://x")')
@@ -106,7 +139,7 @@ async def test_calls_are_exported_for_spreadsheets_without_formulas(api: ServedA
     assert answer.status_code == 200, answer.text
     assert answer.content.startswith("\ufeff".encode())
     [row] = list(csv.DictReader(io.StringIO(answer.content.decode("utf-8-sig"))))
-    assert row["outcome"] == "INVALID_REQUEST"
+    assert row["outcome"] == "WEBHOOK_SECRET_WRONG"
     assert row["received_at"].endswith("+08:00")
     assert row["body"].startswith("'=HYPERLINK")
 

@@ -116,22 +116,46 @@ async def test_anyone_who_may_not_post_hears_so(api: ServedApi) -> None:
 @pytest.mark.parametrize(
     ("body", "code"),
     [
-        (b"", "INVALID_REQUEST"),
-        (b"not json", "INVALID_REQUEST"),
-        (b"[]", "INVALID_REQUEST"),
-        (b"\xff\xfe", "INVALID_REQUEST"),
-        (b"[" * 10_000, "INVALID_REQUEST"),
-        (b'{"secret": "canary-secret"}', "INVALID_REQUEST"),
-        (b'{"secret": "\\ud800"}', "INVALID_REQUEST"),
-        (b"x" * 17_000, "BODY_TOO_LARGE"),
+        (b'"secret": "%s", not json', "INVALID_REQUEST"),
+        (b'["secret: %s"]', "INVALID_REQUEST"),
+        (b"secret=%s \xff\xfe", "INVALID_REQUEST"),
+        (b"secret=%s" + b"[" * 10_000, "INVALID_REQUEST"),
+        (b'{"secret": "%s"}', "INVALID_REQUEST"),
+        (b'{"Secret": "%s", "action": "buy"}', "INVALID_REQUEST"),
+        (b'{"secret": "guess", "id": {"secret": "%s"}}', "INVALID_REQUEST"),
+        (b"secret=%s" + b"x" * 17_000, "WEBHOOK_SECRET_WRONG"),
+        (b"secret=%s " + b"x" * 17_000, "BODY_TOO_LARGE"),
     ],
 )
-async def test_garbage_is_a_clear_problem(api: ServedApi, body: bytes, code: str) -> None:
+async def test_garbage_of_its_owner_is_a_clear_problem(
+    api: ServedApi, body: bytes, code: str
+) -> None:
     made = await create_webhook(api)
-    answer = await post_signal(api, made, body)
+    answer = await post_signal(api, made, body.replace(b"%s", made["secret"].encode()))
     assert answer.json()["code"] == code
     assert answer.headers["content-type"] == "application/problem+json"
     assert made["token"] not in answer.text
+    assert made["secret"] not in answer.text
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"not json",
+        b"[]",
+        b"\xff\xfe",
+        b"[" * 10_000,
+        b'{"secret": "canary-secret"}',
+        b'{"secret": "\\ud800"}',
+        b'{"action": "buy", "symbol": "2330", "quantity": 1}',
+        b"x" * 17_000,
+    ],
+)
+async def test_garbage_without_the_secret_is_refused_for_that(api: ServedApi, body: bytes) -> None:
+    made = await create_webhook(api)
+    answer = await post_signal(api, made, body)
+    assert (answer.status_code, answer.json()["code"]) == (403, "WEBHOOK_SECRET_WRONG")
     assert "canary-secret" not in answer.text
 
 
@@ -166,7 +190,7 @@ async def test_a_webhook_has_a_rate_of_its_own(api: ServedApi, start_worker: Sta
         ]
         assert codes[:3] == [None] * 3
         assert "WEBHOOK_BUSY" in codes[3:]  # a new minute may have begun in between
-        assert (await post_signal(slow, other, b"")).json()["code"] == "INVALID_REQUEST"
+        assert (await post_signal(slow, other, b"")).json()["code"] == "WEBHOOK_SECRET_WRONG"
 
 
 @pytest.mark.parametrize("sent", ["a wrong secret", "no signal"])
