@@ -105,7 +105,7 @@ class PreTradeChecks:
         if usage is None or order.price is None:
             return order
         plugin, _ = market_of(usage.broker, usage.broker_type)
-        terms, _ = await self._find_terms(order, plugin)
+        terms, _ = await self._find_terms(order.symbol, plugin)
         around = terms.prices_around(order.price) if terms is not None else None
         if around is None:
             return order
@@ -113,16 +113,22 @@ class PreTradeChecks:
         price = down if order.side == Side.BUY else up
         return replace(order, price=price) if price > 0 else order
 
+    async def find_symbol(self, symbol: str, plugin: Plugin) -> SymbolTerms | None:
+        """Returns what is known of a broker's symbol; None: there is no such symbol. Raises
+        `DatabaseUnavailable`."""
+        terms, _ = await self._find_terms(symbol, plugin)
+        return terms
+
     async def _find_terms(
-        self, order: CheckedTerms, plugin: Plugin
+        self, symbol: str, plugin: Plugin
     ) -> tuple[SymbolTerms | None, LoadedInstrument]:
-        """Returns what is known of the order's symbol (None: there is no such symbol), and what the
+        """Returns what is known of a symbol (None: there is no such symbol), and what the
         broker's list says of it."""
-        loaded = await self._loaded.find(plugin.record.name, order.symbol)
+        loaded = await self._loaded.find(plugin.record.name, symbol)
         # The operator's symbols file covers only the home markets.
         symbols = instruments.Instruments() if plugin.distribution else self._instruments
         terms = symbols.find(
-            order.symbol,
+            symbol,
             plugin.record.markets,
             loaded.instrument,
             has_table=self._is_recent(loaded, plugin),
@@ -146,7 +152,7 @@ class PreTradeChecks:
     ) -> Decimal | None:
         """Checks the order's symbol and price. Returns the value of a quantity of 1 at a price of
         1; None if it is not known."""
-        terms, loaded = await self._find_terms(new, plugin)
+        terms, loaded = await self._find_terms(new.symbol, plugin)
         if terms is None:
             if self._applies_to(self._settings.check_symbols, plugin):
                 raise errors.UnknownSymbol(f"There is no symbol {new.symbol}. Check its code.")

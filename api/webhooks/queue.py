@@ -555,7 +555,7 @@ def _held(meaning: Meaning, holdings: Holdings) -> tuple[int, OrderCondition | N
 
     def in_unit(position: Position) -> int:
         if meaning.unit is QuantityUnit.SHARES and lot not in ODD_LOTS:
-            return position.shares
+            return position.quantity * meaning.lot_units + position.odd_shares
         # An entry in odd shares may not open while there are lots on the other side.
         return position.held(lot) or (position.quantity if enters else 0)
 

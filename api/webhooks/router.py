@@ -19,8 +19,8 @@ from infra.database.models import BrokerAccount
 from infra.database.trading import webhooks
 from infra.database.trading.models import Webhook
 from infra.database.users import UserNotFound
-from infra.market.calendar import Market
 from worker_runtime.protocol import errors as protocol
+from worker_runtime.protocol.installed_brokers import market_of
 
 router = APIRouter(tags=["webhooks"])
 
@@ -192,18 +192,20 @@ def _columns_of(body: schemas.WebhookRequest | schemas.WebhookChange) -> dict[st
 async def _require_unit(
     session: AsyncSession, user_id: str, account_id: str, unit: QuantityUnit | None
 ) -> None:
-    """Raises `InvalidRequest` unless the unit is given for stocks, and for them only."""
+    """Raises `InvalidRequest` unless the unit is given for a market whose lots have several units,
+    and for such a market only. Raises `BrokerNotInstalled`."""
     account = await session.get(BrokerAccount, (user_id, account_id))
-    futures = account is not None and account.broker_type == Market.FUTURES
-    if futures and unit is not None:
+    if account is None:
+        return
+    _, market = market_of(account.broker, account.broker_type)
+    if market.lot_units == 1 and unit is not None:
         raise errors.InvalidRequest(
-            "this account trades futures, which count contracts: leave quantity_unit out"
+            f"{market.title} counts contracts, or single units: leave quantity_unit out"
         )
-    if not futures and unit is None:
+    if market.lot_units > 1 and unit is None:
         raise errors.InvalidRequest(
-            'say what a quantity of stocks counts: "quantity_unit": "shares", which '
-            "TradingView sends, or"
-            ' "lots" of 1,000 shares'
+            'say what a quantity counts: "quantity_unit": "shares", which TradingView sends, or'
+            f' "lots" of {market.lot_units:,} shares'
         )
 
 

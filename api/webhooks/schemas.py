@@ -49,8 +49,8 @@ def _network(text: str) -> str:
 
 
 _UNIT = (
-    "What a signal's quantity counts, for stocks: `shares` or `lots` of 1,000. Futures "
-    "count contracts."
+    "What a signal's quantity counts where a lot has several units, as of stocks: `shares` or "
+    "`lots`. Futures count contracts."
 )
 _ODD = (
     "Shares beyond full lots: `split` orders them as an odd lot, `refuse` refuses the signal, "
@@ -88,7 +88,8 @@ class WebhookRequest(Body):
 
     account_id: AccountId
     quantity_unit: StockUnit | None = Field(
-        default=None, description=f"{_UNIT} Required unless the account trades futures only."
+        default=None,
+        description=f"{_UNIT} Required unless a lot of the account's market is one unit.",
     )
     odd: OddLots = Field(default=OddLots.REFUSE, description=_ODD)
     entry_mode: EntryMode = Field(default=EntryMode.OPEN, description=_MODE)

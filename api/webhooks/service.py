@@ -25,16 +25,15 @@ from api.orders.outcomes import UNANSWERED, OrderReader
 from api.orders.schemas import OrderView
 from api.positions.parts import part_ids
 from api.webhooks import schemas
-from api.webhooks.meaning import ReceivedSignal, interpret
+from api.webhooks.meaning import ReceivedSignal, SignalInterpreter
 from api.webhooks.planning import QuantityUnit
 from api.webhooks.queue import SignalQueue, stored_error
 from api.webhooks.schemas import Signal, SignalOutcome
 from infra.database.engine import Database
 from infra.database.orders import checks as order_checks
-from infra.database.trading import signals, symbol_names, webhooks
+from infra.database.trading import signals, webhooks
 from infra.database.trading.models import Webhook, WebhookCall
 from infra.database.trading.signals import Lane
-from infra.market.calendar import Calendar
 from infra.networks import is_within, parse_network
 from infra.settings import Settings
 from worker_runtime.protocol.errors import BerthError
@@ -69,7 +68,7 @@ class SignalReceiver:
     limits: RequestLimits
     queue: SignalQueue
     reader: OrderReader
-    calendar: Calendar
+    interpreter: SignalInterpreter
     settings: Settings
     _: KW_ONLY
     #: Raises `DatabaseUnavailable` until the tables are there.
@@ -102,7 +101,7 @@ class SignalReceiver:
             if earlier is None:
                 _require_open(webhook)
                 self._require_time(signal, webhook)
-                received = await self._interpret(signal, webhook)
+                received = await self.interpreter.interpret(signal, webhook, datetime.now(UTC))
         except BerthError as error:
             await self._note_refusal(webhook, error, source, body, signal, began)
             raise
@@ -150,10 +149,6 @@ class SignalReceiver:
         if webhook is None:
             raise errors.WebhookUnknown
         return webhook
-
-    async def _interpret(self, signal: Signal, webhook: Webhook) -> ReceivedSignal:
-        names = await self.database.fetch(symbol_names.load_names)
-        return interpret(signal, webhook, names, self.calendar, datetime.now(UTC))
 
     async def _find_before(
         self, webhook: Webhook, signal: Signal, digest: str
@@ -306,10 +301,9 @@ class SignalReceiver:
             if delivery is None:
                 return False
             try:
-                names = await symbol_names.load_names(session)
                 signal = schemas.stored_signal(delivery.signal or {})
-                received = interpret(
-                    signal, delivery.webhook, names, self.calendar, datetime.now(UTC)
+                received = await self.interpreter.interpret(
+                    signal, delivery.webhook, datetime.now(UTC)
                 )
             except BerthError as error:
                 await signals.add_refusal(

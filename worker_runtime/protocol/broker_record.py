@@ -212,6 +212,12 @@ class MarketRule(RecordPart, frozen=True, kw_only=True):
             )
         )
 
+    @property
+    def lot_units(self) -> int:
+        """Units in a common lot; 1 where the market has none."""
+        common = self.lots.get(OrderLot.COMMON)
+        return 1 if common is None else common.units
+
     @cached_property
     def _symbols(self) -> list[tuple[re.Pattern[str], SymbolRule]]:
         return [(re.compile(rule.pattern), rule) for rule in self.symbols]

@@ -17,6 +17,7 @@ from infra.database.models import BrokerAccount
 from infra.database.trading.models import Webhook
 from infra.database.users import UserDisabled, is_disabled
 from worker_runtime.protocol.errors import BerthError
+from worker_runtime.protocol.installed_brokers import installed_brokers
 
 #: Marks the token hash of a webhook that this release made or changed. The release before
 #: looks for the plain hash, does not find it, and answers WEBHOOK_UNKNOWN: it would take 100
@@ -238,9 +239,10 @@ async def revoke_webhook(
 
 
 async def count_unconfirmed(session: AsyncSession) -> int:
-    """Counts webhooks in use for stocks whose unit nobody has confirmed."""
-    rows = (
-        select(func.count())
+    """Counts webhooks in use whose unit nobody has confirmed, of accounts whose market has lots of
+    several units."""
+    rows = await session.execute(
+        select(BrokerAccount.broker, BrokerAccount.broker_type, func.count())
         .select_from(Webhook)
         .join(
             BrokerAccount,
@@ -250,7 +252,12 @@ async def count_unconfirmed(session: AsyncSession) -> int:
         .where(
             Webhook.revoked_at.is_(None),
             Webhook.quantity_unit.is_(None),
-            BrokerAccount.broker_type != "futures",
         )
+        .group_by(BrokerAccount.broker, BrokerAccount.broker_type)
     )
-    return int(await session.scalar(rows) or 0)
+    brokers = installed_brokers()
+    return sum(
+        count
+        for broker, broker_type, count in rows
+        if broker in brokers and brokers[broker].record.market(broker_type).lot_units > 1
+    )

@@ -5,10 +5,18 @@ from __future__ import annotations
 from datetime import date, datetime, time
 from decimal import Decimal
 
+import msgspec
 import pytest
 
-from infra.market.calendar import HOME_ZONE, Calendar, Hours, load_calendar
-from infra.market.signal_symbols import is_share, lane_of, last_trade, resolve_symbol, round_to_tick
+from infra.market.calendar import HOME_ZONE, Calendar, Hours, home_broker, load_calendar
+from infra.market.signal_symbols import (
+    lane_of,
+    last_trade,
+    market_of_symbol,
+    resolve_symbol,
+    round_to_tick,
+)
+from worker_runtime.protocol.broker_record import ChartNames, TickStep
 from worker_runtime.protocol.errors import UnknownSymbol
 
 CALENDAR = load_calendar()
@@ -83,7 +91,32 @@ def test_contracts_of_a_product_wait_in_one_line_and_each_share_in_its_own() -> 
     assert {lane_of(symbol) for symbol in ("TXFK6", "TXFL6", "TXFR1")} == {"TXF"}
     assert [lane_of(symbol) for symbol in ("2330", "2337")] == ["2330", "2337"]
     assert [lane_of(symbol) for symbol in ("CDFL6", "CDFR2")] == ["CDF", "CDF"]
-    assert [is_share(symbol) for symbol in ("2330", "0050", "TXFL6")] == [True, True, False]
+
+
+def test_a_symbol_is_of_the_accounts_own_market_unless_another_one_has_its_form() -> None:
+    markets = home_broker().record.markets
+    stock, futures = markets["stock"], markets["futures"]
+    for own in (stock, futures):
+        assert market_of_symbol("2330", markets, own) is stock
+        assert market_of_symbol("TXFL6", markets, own) is futures
+        assert market_of_symbol("ALFA.HB", markets, own) is own
+    # Two markets with symbols of one form.
+    assert market_of_symbol("2330", markets | {"first": stock}, futures) is stock
+    wide = msgspec.structs.replace(futures, symbols=stock.symbols)
+    assert market_of_symbol("2330", markets | {"wide": wide}, wide) is wide
+
+
+def test_names_of_charts_are_those_of_the_accounts_broker() -> None:
+    stock = home_broker().record.markets["stock"]
+    charts = ChartNames(exchanges=("HBR",), suffixes=(".HBX",))
+    markets = {"spot": msgspec.structs.replace(stock, charts=charts, check_symbol="ALFA")}
+    assert resolve_symbol("HBR:ALFA", {}, CALENDAR, BEFORE, markets) == "ALFA"
+    assert resolve_symbol("ALFA.HBX", {}, CALENDAR, BEFORE, markets) == "ALFA"
+    assert resolve_symbol("TXFZ2026", {}, CALENDAR, BEFORE, markets) == "TXFZ2026"
+    with pytest.raises(UnknownSymbol, match="known are HBR"):
+        resolve_symbol("TWSE:ALFA", {}, CALENDAR, BEFORE, markets)
+    with pytest.raises(UnknownSymbol, match="such as ALFA"):
+        resolve_symbol("!!", {}, CALENDAR, BEFORE, markets)
 
 
 def test_options_of_other_strikes_do_not_wait_for_each_other() -> None:
@@ -113,3 +146,16 @@ def test_a_price_is_rounded_to_the_side_that_is_not_worse(
 ) -> None:
     assert round_to_tick(symbol, Decimal(price), buys=True) == Decimal(bought)
     assert round_to_tick(symbol, Decimal(price), buys=False) == Decimal(sold)
+
+
+def test_a_price_is_rounded_by_the_steps_of_its_own_market() -> None:
+    ticks = (TickStep(below=Decimal(20), tick=Decimal("0.02")), TickStep(tick=Decimal("0.25")))
+    for price, buys, rounded in (
+        ("12.03", True, "12.02"),
+        ("12.03", False, "12.04"),
+        ("19.99", False, "20"),
+        ("20.1", True, "20"),
+    ):
+        made = round_to_tick("2330", Decimal(price), buys=buys, ticks=ticks)
+        assert made == Decimal(rounded)
+    assert round_to_tick("2330", Decimal("12.03"), buys=True, ticks=()) == Decimal("12.03")
