@@ -353,16 +353,20 @@ class SignalQueue:
     async def plan_from_position(
         self, user_id: str, account_id: str, meaning: Meaning, *, held: int | None, until: float
     ) -> SignalPlan:
-        """Plans a signal without placing anything: from the position `held`, or from what the
-        broker reports.
+        """Plans a signal and checks its orders without placing anything: from the position `held`,
+        or from what the broker reports.
 
         `until` is an instant on `time.monotonic`. Raises what a signal is refused with.
         """
         if meaning.wish.is_plain or held is not None:
-            return plan_signal(meaning, held or 0)
-        holdings = await self._positions.read_holdings(user_id, account_id, until)
-        position, condition = _held(meaning, holdings)
-        return plan_signal(meaning, position, condition=condition)
+            plan = plan_signal(meaning, held or 0)
+        else:
+            holdings = await self._positions.read_holdings(user_id, account_id, until)
+            position, condition = _held(meaning, holdings)
+            plan = plan_signal(meaning, position, condition=condition)
+        orders = _requests_of(plan.orders, meaning, account_id)
+        await self._positions.check_together(user_id, orders)
+        return plan
 
     async def _place(
         self, run: SignalRun, plan: SignalPlan, orders: Sequence[PlannedOrder]
@@ -371,21 +375,7 @@ class SignalQueue:
         broker."""
         call = run.call
         origin = "" if run.meaning.wish.is_plain else f"{run.meaning.wish.action}:{call.id}"
-        legs: list[tuple[OrderRequest, ParentRequest]] = []
-        for order in orders:
-            if order.closes and order.quantity > MAX_QUANTITY:
-                raise errors.CloseInvalid(
-                    f"one close takes at most {MAX_QUANTITY}; close it in steps"
-                )
-            body = order_request(order, run.meaning, call.account_id)
-            legs.append(
-                (
-                    body,
-                    ParentRequest(
-                        fingerprint=body.fingerprint, origin=origin, reduce_only=order.closes
-                    ),
-                )
-            )
+        legs = _requests_of(orders, run.meaning, call.account_id, origin)
 
         async def holds_lease(session: AsyncSession) -> None:
             await signals.require_lease(session, call.id, run.holder)
@@ -511,6 +501,22 @@ def _reason_of(plan: SignalPlan, run: SignalRun) -> str:
     ]
     notes += [f"the outcome of order {order.id} is not known yet" for order in open_ends]
     return "; ".join(notes)
+
+
+def _requests_of(
+    orders: Sequence[PlannedOrder], meaning: Meaning, account_id: str, origin: str = ""
+) -> list[tuple[OrderRequest, ParentRequest]]:
+    """Returns the requests for planned orders. Raises `CloseInvalid` for too large a close."""
+    requests = []
+    for order in orders:
+        if order.closes and order.quantity > MAX_QUANTITY:
+            raise errors.CloseInvalid(f"one close takes at most {MAX_QUANTITY}; close it in steps")
+        body = order_request(order, meaning, account_id)
+        parent = ParentRequest(
+            fingerprint=body.fingerprint, origin=origin, reduce_only=order.closes
+        )
+        requests.append((body, parent))
+    return requests
 
 
 def order_request(order: PlannedOrder, meaning: Meaning, account_id: str) -> OrderRequest:

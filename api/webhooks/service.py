@@ -99,7 +99,7 @@ class SignalReceiver:
             earlier = await self._find_before(webhook, signal, digest)
             received = None
             if earlier is None:
-                _require_open(webhook)
+                require_open(webhook)
                 self._require_time(signal, webhook)
                 received = await self.interpreter.interpret(signal, webhook, datetime.now(UTC))
         except BerthError as error:
@@ -369,8 +369,10 @@ def shown_body(body: bytes) -> str:
     return _SECRET_LIKE.sub("…", text).replace("\0", "")[: signals.MAX_TEXT_LENGTH]
 
 
-def _require_open(webhook: Webhook) -> None:
-    """Raises `WebhookPaused` or `WebhookExpired`."""
+def require_open(webhook: Webhook) -> None:
+    """Raises `WebhookUnknown` for a revoked webhook, `WebhookExpired`, `WebhookPaused`."""
+    if webhook.revoked_at is not None:
+        raise errors.WebhookUnknown("the webhook was revoked: make another one")
     if webhook.expires_at is not None and webhook.expires_at <= datetime.now(UTC):
         raise errors.WebhookExpired(
             f"this webhook expired at {webhook.expires_at:%Y-%m-%d %H:%M} UTC"

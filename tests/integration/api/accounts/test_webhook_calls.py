@@ -217,6 +217,62 @@ async def test_a_test_of_a_wrong_signal_says_what_is_wrong_and_is_recorded(api: 
     assert (call["test"], call["state"], call["outcome"]) == (True, "refused", "INVALID_REQUEST")
 
 
+@pytest.mark.parametrize(
+    ("signal", "code"),
+    [
+        ({"symbol": "ZZZZ", "quantity": 9000}, "QUANTITY_LIMIT"),
+        ({"quantity": 600}, "QUANTITY_LIMIT"),
+        ({"action": "close", "position": 10_001}, "CLOSE_INVALID"),
+        ({"lot": "fixing"}, ""),
+        ({"price_type": "MKP"}, ""),
+        ({"lot": "fixing", "price_type": "LMT", "price": "100", "time_in_force": "IOC"}, ""),
+    ],
+)
+async def test_a_test_refuses_what_the_signal_would_be_refused_for(
+    api: ServedApi, signal: dict[str, Any], code: str
+) -> None:
+    made = await create_webhook(api)
+    said = {"action": "buy", "symbol": "2330", "quantity": 1, **signal}
+    body: dict[str, Any] = {"position": said.pop("position", 0)}
+    if said["action"] == "close":
+        said.pop("quantity")
+    tested = await ask(api, "POST", f"/{made['id']}/test", json=body | {"signal": said})
+    assert tested.status_code >= 400, tested.text
+    assert not code or tested.json()["code"] == code
+    if said["action"] == "buy":
+        sent = await await_signal_outcome(api, made, make_signal(made, **said))
+        assert sent.json()["code"] == tested.json()["code"]
+    test = (await ask(api, "GET", f"/{made['id']}/calls")).json()["calls"][-1]
+    assert (test["test"], test["state"]) == (True, "refused")
+    assert test["outcome"] == tested.json()["code"]
+
+
+async def test_a_test_goes_by_switches_and_unknown_orders(api: ServedApi) -> None:
+    made = await create_webhook(api)
+    path, body = f"/{made['id']}/test", {"signal": {"action": "buy", "symbol": "2330"}}
+    body["signal"]["quantity"] = 1
+    assert (await ask(api, "POST", path, json=body)).status_code == 200
+    async with api.client(api.key) as user:
+        await user.put("/switches", json={"scope": "user", "state": "reducing", "reason": "a test"})
+    assert (await ask(api, "POST", path, json=body)).json()["code"] == "REDUCING_ONLY"
+    close = {"signal": {"action": "close", "symbol": "2330"}, "position": 3}
+    assert (await ask(api, "POST", path, json=close)).status_code == 200
+
+
+async def test_a_test_of_a_webhook_that_takes_no_signals_is_refused(api: ServedApi) -> None:
+    made = await create_webhook(api)
+    path, body = f"/{made['id']}/test", {"signal": {"action": "close", "symbol": "2330"}}
+    await ask(api, "POST", f"/{made['id']}/pause")
+    assert (await ask(api, "POST", path, json=body)).json()["code"] == "WEBHOOK_PAUSED"
+    await ask(api, "POST", f"/{made['id']}/resume")
+    async with api.services.database.session() as session:  # as if an hour had passed
+        past = func.clock_timestamp() - timedelta(seconds=1)
+        await session.execute(update(Webhook).values(expires_at=past))
+    assert (await ask(api, "POST", path, json=body)).json()["code"] == "WEBHOOK_EXPIRED"
+    await ask(api, "DELETE", f"/{made['id']}")
+    assert (await ask(api, "POST", path, json=body)).json()["code"] == "WEBHOOK_UNKNOWN"
+
+
 async def test_a_paused_webhook_refuses_until_it_is_resumed(
     api: ServedApi, start_worker: StartWorker
 ) -> None:
