@@ -269,7 +269,8 @@ def _refuse_between_steps(symbol: str, price: Decimal, terms: SymbolTerms) -> No
         )
     raise errors.PriceOffTick(
         f"{price:f} is between two steps of the prices of {symbol}. The next prices are {down:f}"
-        f" and {up:f}. Send one of these, or set `price_rounding` to `passive`."
+        f" and {up:f}. Send one of these, or set `price_rounding` to `passive` (of a webhook:"
+        " `safe`)."
     )
 
 

@@ -227,7 +227,7 @@ class OrderPricing:
         if price != self.price and meaning.rounding is PriceRounding.REFUSE:
             raise PriceOffTick(
                 f"{self.price.normalize():f} is between two ticks of {meaning.symbol}; the next "
-                f"one is {price:f}"
+                f"one is {price:f}. Send that one, or set the webhook's `price_rounding` to `safe`."
             )
         return replace(self, price=price)
 

@@ -27,7 +27,7 @@ from api.http import errors
 from api.http.notifications import NotificationListener, heard_within
 from api.orders.outcomes import UNANSWERED, OrderReader, failure_of
 from api.orders.placer import ParentRequest
-from api.orders.schemas import MAX_QUANTITY, OrderRequest, OrderView
+from api.orders.schemas import MAX_QUANTITY, OrderPriceRounding, OrderRequest, OrderView
 from api.positions.closer import Holdings, PositionCloser, QuietRule
 from api.positions.parts import part_ids, read_again
 from api.webhooks.meaning import stored_meaning
@@ -35,6 +35,7 @@ from api.webhooks.planning import (
     Meaning,
     Outcome,
     PlannedOrder,
+    PriceRounding,
     QuantityUnit,
     SignalAction,
     SignalPlan,
@@ -525,8 +526,15 @@ def order_request(order: PlannedOrder, meaning: Meaning, account_id: str) -> Ord
     The duplicate check does not apply to `position`. The order is what is missing from the position
     that was read under the lane's lease, so the same order again within the window (from 0 to 1,
     then from 1 to 2) is meant.
+
+    A price that the webhook rounds, or that was made from a market signal's, is rounded once more
+    as the order is checked: by the broker's list of that moment.
     """
     pricing = order.pricing
+    is_rounded = meaning.rounding is PriceRounding.SAFE or meaning.pricing.price is None
+    rounding = OrderPriceRounding.REFUSE
+    if pricing.price is not None and is_rounded:
+        rounding = OrderPriceRounding.PASSIVE
     return OrderRequest.model_construct(
         client_order_id=order.client_order_id,
         account_id=account_id,
@@ -539,6 +547,7 @@ def order_request(order: PlannedOrder, meaning: Meaning, account_id: str) -> Ord
         lot=pricing.lot,
         condition=pricing.condition or OrderCondition.CASH,
         open_close=pricing.open_close,
+        price_rounding=rounding,
         allow_duplicate=meaning.wish.action is SignalAction.POSITION,
     )
 

@@ -242,6 +242,20 @@ def test_a_limit_is_rounded_to_a_tick_that_is_not_worse_or_refused(
             plan_signal(strict, 0)
 
 
+def test_an_order_of_a_safe_webhook_is_rounded_by_the_brokers_list_as_well() -> None:
+    limit = OrderPricing(
+        price_type=PriceType.LIMIT, price=Decimal(1005), time_in_force=TimeInForce.ROD
+    )
+    for rounding, expected in ((PriceRounding.SAFE, "passive"), (PriceRounding.REFUSE, "refuse")):
+        meant = meaning(BUY_2300, pricing=limit, rounding=rounding)
+        requests = [order_request(order, meant, "main") for order in plan_signal(meant, 0).orders]
+        assert {request.price_rounding for request in requests} == {expected}
+    # An odd lot's limit is ours, and a market order has none.
+    meant = meaning(BUY_2300, rounding=PriceRounding.REFUSE)
+    lots, odd = (order_request(order, meant, "main") for order in plan_signal(meant, 0).orders)
+    assert (lots.price_rounding, odd.price_rounding) == ("refuse", "passive")
+
+
 @pytest.mark.parametrize(
     ("wish", "allowed"),
     [
