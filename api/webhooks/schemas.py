@@ -153,6 +153,11 @@ class WebhookView(View):
         default=None,
         description=f"{_UNIT} Null of stocks: nobody has confirmed it, and quantities count lots.",
     )
+    unit: QuantityUnit | None = Field(
+        default=None,
+        description="What a quantity counts: `quantity_unit`, or `contracts` where a lot of the "
+        "account's market is one unit. Null: nobody has confirmed the unit.",
+    )
     odd: OddLots = OddLots.REFUSE
     entry_mode: EntryMode = EntryMode.OPEN
     price_rounding: PriceRounding = PriceRounding.SAFE
@@ -168,6 +173,12 @@ class WebhookView(View):
         default=None, description="The API key that made it, where that is known."
     )
     revoked_at: datetime | None
+
+    @classmethod
+    def of(cls, webhook: Webhook, *, counts_contracts: bool) -> Self:
+        view = cls.model_validate(webhook)
+        unit = QuantityUnit.CONTRACTS if counts_contracts else view.quantity_unit
+        return view.model_copy(update={"unit": unit})
 
 
 class WebhookWithSecretsView(WebhookView):

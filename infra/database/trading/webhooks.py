@@ -238,6 +238,19 @@ async def revoke_webhook(
     return await session.scalar(select(Webhook).filter_by(**own))
 
 
+async def accounts_of_contracts(session: AsyncSession, user_id: str) -> set[str]:
+    """Returns the user's accounts whose market has lots of one unit, as of futures: there a
+    quantity counts contracts, and no unit is asked for."""
+    accounts = await session.scalars(select(BrokerAccount).filter_by(user_id=user_id))
+    brokers = installed_brokers()
+    return {
+        account.account_id
+        for account in accounts
+        if account.broker in brokers
+        and brokers[account.broker].record.market(account.broker_type).lot_units == 1
+    }
+
+
 async def count_unconfirmed(session: AsyncSession) -> int:
     """Counts webhooks in use whose unit nobody has confirmed, of accounts whose market has lots of
     several units."""

@@ -17,7 +17,11 @@ from api.webhooks.schemas import Signal
 from infra.database.models import AuditEntry
 from infra.database.trading.models import Webhook, WebhookCall, WebhookDelivery
 from infra.database.trading.webhooks import MAX_WEBHOOKS
+from infra.doctor import checks as doctor
+from infra.doctor.servers import run_check
+from tests.support.api.accounts import put_account
 from tests.support.api.orders import start_worker_holding, submitted_orders
+from tests.support.api.pages import logged_in_browser
 from tests.support.api.scripted_answers import answer_positions, make_position
 from tests.support.api.webhooks import (
     await_signal_outcome,
@@ -313,6 +317,40 @@ async def test_a_command_lists_all_webhooks_not_the_first_page_only(
         ended = await berth(*change, "--expires-at", "2099-12-31T13:30:00+08:00", "--json")
         assert json.loads(ended.out)["expires_at"]
         assert json.loads((await berth(*change, "--no-expiry", "--json")).out)["expires_at"] is None
+
+
+async def test_a_webhook_for_futures_counts_contracts_and_one_for_stocks_waits_to_be_confirmed(
+    api: ServedApi, user: httpx.AsyncClient, commands: CommandForker, tmp_path: Path
+) -> None:
+    await put_account(api, "futures", "paper", "futures")
+    address = f"/users/{api.user}/webhooks"
+    refused = await user.post(address, json={"account_id": "futures", "quantity_unit": "lots"})
+    assert (refused.status_code, refused.json()["code"]) == (422, "INVALID_REQUEST")
+    futures = (await user.post(address, json={"account_id": "futures"})).json()
+    assert (futures["quantity_unit"], futures["unit"]) == (None, "contracts")
+    stocks = await create_webhook(api)
+    async with api.services.database.session() as session:  # as one of an earlier release
+        row = await session.get_one(Webhook, UUID(stocks["id"]))
+        row.quantity_unit = None
+    listed = (await user.get(address)).json()["webhooks"]
+    assert [(row["id"], row["unit"]) for row in listed] == [
+        (stocks["id"], None),
+        (futures["id"], "contracts"),
+    ]
+    async with logged_in_browser(api, api.key) as page:
+        shown = (await page.get(f"/page/users/{api.user}")).text
+    assert "for futures: contracts" in shown
+    assert shown.count("unit unconfirmed") == 1
+    async with operator(api, commands, tmp_path) as berth:
+        text = (await berth("webhooks", "list", api.user)).out
+    for hook, unit in ((stocks, "unconfirmed"), (futures, "contracts")):
+        (line,) = [line for line in text.splitlines() if hook["id"] in line]
+        assert unit in line
+    result = await run_check(doctor.WEBHOOKS, api.settings)
+    assert result.problem.startswith("1 webhooks count lots")
+    confirmed = await user.patch(f"{address}/{stocks['id']}", json={"quantity_unit": "shares"})
+    assert (confirmed.json()["quantity_unit"], confirmed.json()["unit"]) == ("shares", "shares")
+    assert not (await run_check(doctor.WEBHOOKS, api.settings)).problem
 
 
 async def test_a_webhook_is_made_by_its_user_for_an_account_that_is_there(
