@@ -84,6 +84,17 @@ def is_rolling(symbol: str) -> bool:
     return contract is not None and contract.is_rolling
 
 
+def is_single_future(symbol: str, product: str) -> bool:
+    """Return True for a future of the product that ends on one day."""
+    contract = read_contract(symbol)
+    return (
+        contract is not None
+        and contract.product == product
+        and contract.is_future
+        and not contract.is_rolling
+    )
+
+
 def same_contract_pattern(symbol: str) -> str | None:
     """Return a pattern, for Python and PostgreSQL, of the other symbols that may name the same
     contract; None if there are none."""

@@ -47,6 +47,19 @@ async def find_instrument(session: AsyncSession, broker: str, code: str) -> Inst
     return as_instrument(row) if row is not None and row.listed else None
 
 
+async def find_futures(session: AsyncSession, broker: str, product: str) -> Mapping[str, date]:
+    """Return the listed futures whose codes begin with a product, and their last days."""
+    row = InstrumentRow
+    futures = select(row.code, row.expires_on).where(
+        row.broker == broker,
+        row.code.startswith(product, autoescape=True),
+        row.listed,
+        row.kind == InstrumentKind.FUTURE.value,
+        row.expires_on.is_not(None),
+    )
+    return {code: last_day for code, last_day in await session.execute(futures) if last_day}
+
+
 async def find_row(session: AsyncSession, broker: str, code: str) -> InstrumentRow | None:
     """Return an instrument with its dates, also one that the broker no longer lists."""
     return await session.get(InstrumentRow, (broker, code))

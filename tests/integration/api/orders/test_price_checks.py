@@ -131,6 +131,31 @@ async def test_a_safe_limit_is_rounded_by_the_brokers_own_steps(
     assert "`safe`" in refused.json()["detail"]
 
 
+async def test_a_continuous_future_is_a_contract_that_the_broker_lists(
+    api: ServedApi, caller: httpx.AsyncClient
+) -> None:
+    made = await create_webhook(api)
+    path = f"/users/{api.user}/webhooks/{made['id']}/test"
+    said = {"signal": {"action": "buy", "symbol": "UDF1!", "quantity": 1}}
+    unknown = await caller.post(path, json=said)
+    assert (unknown.status_code, unknown.json()["code"]) == (422, "UNKNOWN_SYMBOL")
+    assert "no list of its contracts" in unknown.json()["detail"]
+    ends = {"UDFC7": 120, "UDFL6": 30, "UDFA6": -300, "UDOA6": 1}
+    await load(
+        api,
+        *(
+            msgspec.structs.replace(FUTURE, code=code, expires_on=today() + timedelta(days=days))
+            for code, days in ends.items()
+        ),
+    )
+    changed = api.settings.model_copy(update={"check_symbols": "all"})
+    async with running_api(changed) as later, later.client(api.key) as user:
+        for sent, symbol in (("UDF1!", "UDFL6"), ("UDF2!", "UDFC7")):
+            said["signal"]["symbol"] = sent
+            tested = await user.post(path, json=said)
+            assert (tested.status_code, tested.json().get("symbol")) == (200, symbol), tested.text
+
+
 async def test_a_buy_below_the_lowest_price_is_refused_and_not_made_dearer(
     api: ServedApi, caller: httpx.AsyncClient
 ) -> None:
