@@ -8,6 +8,7 @@ process (`SignalQueue`).
 
 import asyncio
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -291,7 +292,7 @@ class SignalReceiver:
                 error,
                 source=source,
                 body=shown_body(body),
-                answered_ms=round((time.monotonic() - began) * 1000),
+                answered_ms=math.ceil((time.monotonic() - began) * 1000),
             )
 
     async def _take_over_delivery(self) -> bool:

@@ -70,6 +70,7 @@ async def test_calls_show_outcome_reason_orders_and_latency_and_no_secret(
     assert (calls[3]["action"], calls[3]["symbol"], calls[3]["quantity"]) == ("buy", "2330", 1)
     assert calls[3]["plan"]["orders"][0]["side"] == "buy"
     assert calls[3]["completed_ms"] >= 0
+    assert all(call["answered_ms"] > 0 for call in calls)
     assert "action" in calls[1]["reason"]
     assert made["secret"] not in answer.text
     assert "guessguess" not in answer.text
@@ -444,6 +445,8 @@ async def test_operators_name_symbols_on_a_page(api: ServedApi) -> None:
         headers = await csrf_header(page, "/page/symbols")
         set_name = await page.put("/v1/symbols/FITX", json={"symbol": "TXF1!"}, headers=headers)
         assert set_name.status_code == 200, set_name.text
+        wrong = await page.put("/v1/symbols/FITX", json={"symbol": "TXF3!"}, headers=headers)
+        assert (wrong.status_code, wrong.json()["code"]) == (422, "UNKNOWN_SYMBOL")
         shown = (await page.get("/page/symbols")).text
     assert "FITX" in shown
     assert "TXF1!" in shown

@@ -269,6 +269,21 @@ async def test_an_expiry_is_taken_away_by_null_and_stays_when_left_out(
     assert (await user.patch(address, json={})).status_code == 422
 
 
+async def test_the_audit_trail_has_a_webhooks_expiry(
+    api: ServedApi, user: httpx.AsyncClient
+) -> None:
+    ends = datetime(2100, 1, 1, tzinfo=UTC)
+    made = await create_webhook(api, expires_at=ends.isoformat())
+    later = (ends + timedelta(days=1)).isoformat()
+    await user.patch(f"/users/{api.user}/webhooks/{made['id']}", json={"expires_at": later})
+    async with api.services.database.session() as session:
+        subject = f"webhook:{made['id']}"
+        rows = select(AuditEntry.data).where(AuditEntry.subject == subject).order_by(AuditEntry.id)
+        told = [data["expires_at"] for data in await session.scalars(rows)]
+    assert told == [ends.isoformat(), later]
+    assert made["secret"] not in str(told)
+
+
 async def test_an_expired_webhook_counts_again_once_it_is_given_a_later_end(
     api: ServedApi, user: httpx.AsyncClient
 ) -> None:
