@@ -107,9 +107,9 @@ def read_symbol(
             return _contract(market.codes, dated[1], int(dated[3]), month)
     if _SYMBOL.fullmatch(text) is None:
         examples = [name for rule in rules for name in rule.charts.examples or [rule.check_symbol]]
-        known = ", ".join(filter(None, examples)) or "those of the broker"
+        shown = ", ".join(filter(None, examples)) or "those of the broker"
         raise UnknownSymbol(
-            f"{text[:64]!r} is no symbol: send one such as {known}, or ask an operator to give it "
+            f"{text[:64]!r} is no symbol: send one such as {shown}, or ask an operator to give it "
             "a meaning (berth symbols set)"
         )
     return text

@@ -250,8 +250,8 @@ async def test_a_test_refuses_what_the_signal_would_be_refused_for(
 
 async def test_a_test_goes_by_switches_and_unknown_orders(api: ServedApi) -> None:
     made = await create_webhook(api)
-    path, body = f"/{made['id']}/test", {"signal": {"action": "buy", "symbol": "2330"}}
-    body["signal"]["quantity"] = 1
+    path = f"/{made['id']}/test"
+    body = {"signal": {"action": "buy", "symbol": "2330", "quantity": 1}}
     assert (await ask(api, "POST", path, json=body)).status_code == 200
     async with api.client(api.key) as user:
         await user.put("/switches", json={"scope": "user", "state": "reducing", "reason": "a test"})
