@@ -25,7 +25,8 @@ from infra.database.trading.models import Webhook, WebhookCall
 from infra.database.trading.signals import MAX_KEPT_REFUSALS, add_refusal
 from infra.database.trading.webhook_calls import MAX_SHOWN_STRANGERS
 from tests.support.api.pages import csrf_header, logged_in_browser
-from tests.support.api.scripted_answers import answer_positions, make_position
+from tests.support.api.orders import set_order_columns
+from tests.support.api.scripted_answers import answer_positions, answer_state, make_position
 from tests.support.api.webhooks import (
     await_signal_outcome,
     create_webhook,
@@ -34,7 +35,7 @@ from tests.support.api.webhooks import (
 )
 from tests.support.commands import CommandForker
 from tests.support.signal_table import rows, wish_of
-from tests.support.systems.api import ServedApi, StartWorker, operator
+from tests.support.systems.api import ServedApi, StartWorker, an_order, operator
 from tests.support.workers.api_worker import failed
 from worker_runtime.protocol.messages import Failure, OrderState
 
@@ -248,12 +249,21 @@ async def test_a_test_refuses_what_the_signal_would_be_refused_for(
     assert test["outcome"] == tested.json()["code"]
 
 
-async def test_a_test_goes_by_switches_and_unknown_orders(api: ServedApi) -> None:
+async def test_a_test_goes_by_switches_and_orders_of_unknown_outcome(
+    api: ServedApi, start_worker: StartWorker
+) -> None:
+    await start_worker(api.user, answer_state(OrderState.UNKNOWN))
     made = await create_webhook(api)
     path = f"/{made['id']}/test"
     body = {"signal": {"action": "buy", "symbol": "2330", "quantity": 1}}
-    assert (await ask(api, "POST", path, json=body)).status_code == 200
+    blocked = {"signal": {"action": "buy", "symbol": "2317", "quantity": 1}}
     async with api.client(api.key) as user:
+        order = an_order(1, symbol="2317", price="100")
+        unknown = (await user.post(f"/users/{api.user}/orders", json=order)).json()
+        await set_order_columns(api, unknown["id"], state="unknown")
+        assert (await ask(api, "POST", path, json=body)).status_code == 200
+        refused = await ask(api, "POST", path, json=blocked)
+        assert (refused.json()["code"], unknown["id"] in refused.text) == ("SYMBOL_BLOCKED", True)
         await user.put("/switches", json={"scope": "user", "state": "reducing", "reason": "a test"})
     assert (await ask(api, "POST", path, json=body)).json()["code"] == "REDUCING_ONLY"
     close = {"signal": {"action": "close", "symbol": "2330"}, "position": 3}
