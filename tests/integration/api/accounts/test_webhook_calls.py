@@ -24,8 +24,8 @@ from infra.database.trading import webhooks
 from infra.database.trading.models import Webhook, WebhookCall
 from infra.database.trading.signals import MAX_KEPT_REFUSALS, add_refusal
 from infra.database.trading.webhook_calls import MAX_SHOWN_STRANGERS
-from tests.support.api.pages import csrf_header, logged_in_browser
 from tests.support.api.orders import set_order_columns
+from tests.support.api.pages import csrf_header, logged_in_browser
 from tests.support.api.scripted_answers import answer_positions, answer_state, make_position
 from tests.support.api.webhooks import (
     await_signal_outcome,
