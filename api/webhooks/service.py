@@ -46,7 +46,7 @@ MAX_BODY_BYTES = 16 * 1024
 ANSWER_MARGIN_S = 0.5
 #: Seconds between two rounds of the queue's keeper.
 KEEPER_INTERVAL_S = 2.0
-#: Signals of the release before that one round takes over.
+#: Signals that one round takes over from the release before.
 MAX_TAKEOVERS_PER_ROUND = 20
 #: Seconds within which a webhook's signals are counted.
 COUNT_WINDOW_S = 60.0
@@ -296,7 +296,7 @@ class SignalReceiver:
             )
 
     async def _take_over_delivery(self) -> bool:
-        """Carries on a signal that the release before has promised; False if there is none."""
+        """Takes over a signal that the release before has accepted. Returns False if none waits."""
         async with self.database.session() as session:
             delivery = await signals.take_promised_delivery(session)
             if delivery is None:
