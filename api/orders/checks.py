@@ -5,7 +5,7 @@ daily count may be off by a few.
 """
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from datetime import UTC, date, datetime
 from decimal import Decimal
@@ -16,13 +16,14 @@ from infra.database.engine import Database
 from infra.database.orders.acceptance import NO_BOUNDS, NewOrder, OrderBounds
 from infra.database.orders.checks import CheckedTerms
 from infra.database.trading import limits as trading_limits
+from infra.database.trading.instruments import find_futures
 from infra.database.trading.limits import AccountUsage
 from infra.market import calendar, instruments
 from infra.market.instruments import SymbolTerms
 from infra.settings import Settings
 from worker_runtime.protocol import errors
 from worker_runtime.protocol.broker_record import MarketRule, Plugin, terms_of
-from worker_runtime.protocol.contract_codes import is_rolling
+from worker_runtime.protocol.contract_codes import is_rolling, is_single_future
 from worker_runtime.protocol.installed_brokers import market_of
 from worker_runtime.protocol.order_terms import ODD_LOTS, OpenClose, OrderLot, Side
 
@@ -120,6 +121,16 @@ class PreTradeChecks:
         `DatabaseUnavailable`."""
         terms, _ = await self._find_terms(symbol, plugin)
         return terms
+
+    async def find_futures(self, product: str, plugin: Plugin) -> Mapping[str, date]:
+        """Returns the futures of a product that the broker lists, with their last days; none
+        without a recent list. Raises `DatabaseUnavailable`."""
+        loaded = await self._loaded.find(plugin.record.name, product)
+        markets = self._listed_markets(loaded, plugin)
+        if not markets:
+            return {}
+        listed = await self._database.read(find_futures, plugin.record.name, markets, product)
+        return {code: day for code, day in listed.items() if is_single_future(code, product)}
 
     async def _find_terms(
         self, symbol: str, plugin: Plugin
@@ -282,7 +293,8 @@ def _refuse_between_steps(symbol: str, price: Decimal, terms: SymbolTerms) -> No
         )
     raise errors.PriceOffTick(
         f"{price:f} is between two steps of the prices of {symbol}. The next prices are {down:f}"
-        f" and {up:f}. Send one of these, or set `price_rounding` to `passive`."
+        f" and {up:f}. Send one of these, or set `price_rounding` to `passive` (of a webhook:"
+        " `safe`)."
     )
 
 

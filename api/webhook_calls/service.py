@@ -25,7 +25,7 @@ from api.webhook_calls.schemas import (
 from api.webhooks.meaning import SignalInterpreter
 from api.webhooks.queue import SignalQueue
 from api.webhooks.schemas import parse_signal
-from api.webhooks.service import shown_body
+from api.webhooks.service import require_open, shown_body
 from infra.database import users
 from infra.database.engine import Database
 from infra.database.trading import signals, webhook_calls, webhooks
@@ -80,8 +80,9 @@ class SignalTester:
         """Plans a signal, records the test, and places nothing.
         A refusal is recorded and raised, too.
 
-        Raises `InvalidRequest`, `UnknownSymbol`, `OddLotRefused`, `PriceOffTick`, `CloseInvalid`,
-        and why the broker's positions could not be read.
+        Raises `InvalidRequest`, `WebhookUnknown` for a revoked webhook, `WebhookPaused`,
+        `WebhookExpired`, `UnknownSymbol`, `OddLotRefused`, `PriceOffTick`, `CloseInvalid`, what
+        checks and switches refuse, and why the broker's positions could not be read.
         """
         now = datetime.now(UTC)
         # The test needs no secret: its sender has an API key of the webhook's owner.
@@ -90,6 +91,7 @@ class SignalTester:
         columns: dict[str, Any] = {}
         try:
             signal = parse_signal(body)
+            require_open(webhook)
             received = await self._interpreter.interpret(signal, webhook, now)
             columns = received.columns
             plan = await self._queue.plan_from_position(

@@ -23,7 +23,12 @@ from infra.database.trading import symbol_names
 from infra.database.trading.models import Webhook, WebhookCall
 from infra.market.calendar import MarketCalendars
 from infra.market.instruments import SymbolTerms
-from infra.market.signal_symbols import lane_of, market_of_symbol, resolve_symbol
+from infra.market.signal_symbols import (
+    ContinuousFuture,
+    lane_of,
+    market_of_symbol,
+    read_symbol,
+)
 from worker_runtime.protocol.broker_record import MarketRule, TickStep
 from worker_runtime.protocol.installed_brokers import market_of
 from worker_runtime.protocol.instruments import PriceStep
@@ -120,7 +125,10 @@ class SignalInterpreter:
         markets = plugin.record.markets
         own_name = next(name for name, rule in markets.items() if rule is own)
         calendar = self._calendars.find(account.broker, own_name) or self._calendars.home
-        symbol = resolve_symbol(signal.symbol, names, calendar, at, markets)
+        symbol = read_symbol(signal.symbol, names, markets)
+        if isinstance(symbol, ContinuousFuture):
+            listed = await self._checks.find_futures(symbol.product, plugin)
+            symbol = symbol.find_contract(calendar, at, listed)
         rule = market_of_symbol(symbol, markets, own)
         name = next(name for name, other in markets.items() if other is rule)
         days = self._calendars.find(account.broker, name)

@@ -227,7 +227,7 @@ class OrderPricing:
         if price != self.price and meaning.rounding is PriceRounding.REFUSE:
             raise PriceOffTick(
                 f"{self.price.normalize():f} is between two ticks of {meaning.symbol}; the next "
-                f"one is {price:f}"
+                f"one is {price:f}. Send that one, or set the webhook's `price_rounding` to `safe`."
             )
         return replace(self, price=price)
 
@@ -376,13 +376,22 @@ def plan_signal(
     moves = plan_moves(meaning.wish, held, meaning.mode)
     notes = [moves.note] if moves.note else []
     orders: list[PlannedOrder] = []
-    traded = 0
+    traded = unclosed = 0
     for move in moves.steps:
+        if unclosed:
+            notes.append(f"{unclosed} shares of the other side are left, so nothing is opened")
+            break
         planned, note = _orders_of(meaning, move, condition)
         orders += planned
         notes += [note] if note else []
-        signed = sum(_in_unit(meaning, order) for order in planned)
-        traded += signed if move.side is Side.BUY else -signed
+        quantity = sum(_in_unit(meaning, order) for order in planned)
+        traded += quantity if move.side is Side.BUY else -quantity
+        unclosed = move.quantity - quantity if move.closes else 0
+    if unclosed and not orders and any(not move.closes for move in moves.steps):
+        raise OddLotRefused(
+            f"{unclosed} shares of the other side are no full lot, and nothing is opened next to "
+            "them: close them with an odd lot, or set the webhook's odd to split"
+        )
     plain = meaning.wish.is_plain
     return SignalPlan(
         before=None if plain else held,

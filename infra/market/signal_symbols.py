@@ -3,14 +3,15 @@
 TradingView names a symbol by `{{ticker}}`, or with its exchange by `{{exchange}}:{{ticker}}`;
 delayed data has `_DL` or `_DLY` behind the exchange
 (https://www.tradingview.com/support/solutions/43000531021/). Continuous futures are the product
-with `1!` for the front month and `2!` for the one after it; a single contract is the product, the
-international letter of its month and the year (`TXFZ2026`). Exchanges, endings and the form of a
-contract's code come from the broker's record (`charts` and `contracts` of its markets).
+with `1!` for the contract that ends first and `2!` for the one after it; a single contract is the
+product, the international letter of its month and the year (`TXFZ2026`). Exchanges, endings and the
+form of a contract's code come from the broker's record (`charts` and `contracts` of its markets).
 """
 
 import re
 from collections.abc import Mapping, Sequence
-from datetime import date, datetime, timedelta
+from contextlib import suppress
+from datetime import date, datetime, time, timedelta
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from functools import cache
 from typing import NamedTuple
@@ -22,8 +23,9 @@ from worker_runtime.protocol.broker_record import (
     MarketRule,
     TickStep,
 )
-from worker_runtime.protocol.contract_codes import product_of
+from worker_runtime.protocol.contract_codes import read_contract
 from worker_runtime.protocol.errors import UnknownSymbol
+from worker_runtime.protocol.installed_brokers import installed_brokers
 from worker_runtime.protocol.instruments import PriceStep
 
 _DELAYED = re.compile(r"_DLY?$")
@@ -50,11 +52,12 @@ def market_of_symbol(symbol: str, markets: Mapping[str, MarketRule], own: Market
 
 
 def lane_of(symbol: str) -> str:
-    """Return the name of a signal's lane: a share, or the product of a contract.
+    """Return the name of a signal's lane: a share, an option, or the product of a future.
 
-    A rolling code (`TXFR1`) may stand for any contract of its product.
+    A rolling code (`TXFR1`) may stand for any future of its product.
     """
-    return product_of(symbol)
+    contract = read_contract(symbol)
+    return contract.product if contract is not None and contract.is_future else symbol
 
 
 def resolve_symbol(
@@ -64,7 +67,16 @@ def resolve_symbol(
     at: datetime,
     markets: Mapping[str, MarketRule] | None = None,
 ) -> str:
-    """Return the symbol that a signal's text means at this time.
+    """Return the symbol that a signal's text means at this time, without a list of contracts.
+    Raises `UnknownSymbol`; see `read_symbol`."""
+    meant = read_symbol(name, names, markets)
+    return meant if isinstance(meant, str) else meant.find_contract(calendar, at, {})
+
+
+def read_symbol(
+    name: str, names: Mapping[str, str], markets: Mapping[str, MarketRule] | None = None
+) -> "str | ContinuousFuture":
+    """Return the symbol that a signal's text names, or the continuous future.
 
     `names` are those that operators gave; they may point to any text that is understood without
     them. `markets` are those of the account's broker; None: the home markets. Raises
@@ -89,9 +101,7 @@ def resolve_symbol(
             break
     for market in _dated_markets(rules):
         if (continuous := market.continuous.fullmatch(text)) is not None:
-            return _front_contract(
-                market, continuous[1], calendar, at, months_later=int(continuous[2]) - 1
-            )
+            return ContinuousFuture(market, continuous[1], int(continuous[2]) - 1)
         if (dated := market.dated.fullmatch(text)) is not None:
             month = _INTERNATIONAL_MONTHS.index(dated[2])
             return _contract(market.codes, dated[1], int(dated[3]), month)
@@ -103,6 +113,50 @@ def resolve_symbol(
             "a meaning (berth symbols set)"
         )
     return text
+
+
+def require_readable(name: str) -> None:
+    """Raises `UnknownSymbol` for a text that no installed broker's signals may have as a symbol."""
+    for plugin in installed_brokers().values():
+        with suppress(UnknownSymbol):
+            read_symbol(name, {}, plugin.record.markets)
+            return
+    read_symbol(name, {})
+
+
+class ContinuousFuture(NamedTuple):
+    """The contract of a product that ends first, or one that ends later."""
+
+    market: DatedMarket
+    product: str
+    #: How many contracts of the product end before it.
+    later: int
+
+    def find_contract(self, calendar: Calendar, at: datetime, listed: Mapping[str, date]) -> str:
+        """Return the code of the contract at this time.
+
+        `listed` are the product's contracts with their last days, as the broker lists them; empty:
+        there is no list, and the record's rule decides. Raises `UnknownSymbol`.
+        """
+        market, rule = self.market, self.market.settlement
+        is_known = not rule.products or re.fullmatch(rule.products, self.product) is not None
+        if not listed and is_known:
+            return _front_contract(market, self.product, calendar, at, self.later)
+        closes = rule.closes if is_known else market.rule.day.closes
+        local = at.astimezone(zone_of_market(market.rule.zone))
+        running = [
+            code
+            for last_day, code in sorted((day, code) for code, day in listed.items())
+            if local < _close_of(market, last_day, closes, calendar)
+        ]
+        if self.later < len(running):
+            return running[self.later]
+        example = _contract(market.codes, self.product, local.year, local.month - 1)
+        reason = "lists no such contract" if listed else "has no list of its contracts here"
+        raise UnknownSymbol(
+            f"{self.product}{self.later + 1}! is not known: the broker {reason}. Name one, such as "
+            f"{example}"
+        )
 
 
 def chart_examples() -> list[str]:
@@ -153,12 +207,18 @@ def _last_trade(market: DatedMarket, year: int, month: int, calendar: Calendar) 
     day = first + timedelta(
         days=(settlement.weekday - first.weekday()) % 7 + 7 * (settlement.week - 1)
     )
-    while not calendar.trades_on(day) and (day - first).days < 60:
+    return _close_of(market, day, settlement.closes, calendar)
+
+
+def _close_of(market: DatedMarket, last_day: date, closes: time, calendar: Calendar) -> datetime:
+    """Returns when contracts with this last day end: on the next day with trading, if it has
+    none, and earlier than `closes` on a day with other hours."""
+    day = last_day
+    while not calendar.trades_on(day) and (day - last_day).days < 60:
         day += timedelta(days=1)
     usual = market.rule.day
     hours = calendar.changed.get(day) or Hours(usual.opens, usual.closes)
-    closes = min(hours.closes, settlement.closes)
-    return datetime.combine(day, closes, zone_of_market(market.rule.zone))
+    return datetime.combine(day, min(hours.closes, closes), zone_of_market(market.rule.zone))
 
 
 def _home_markets() -> tuple[MarketRule, ...]:

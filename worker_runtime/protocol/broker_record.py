@@ -140,7 +140,7 @@ class SymbolRule(RecordPart, frozen=True, kw_only=True):
 
 class FinalSettlement(RecordPart, frozen=True, kw_only=True):
     """The last day of a contract month: a weekday of a week of the month, or the next trading
-    day."""
+    day. The products have a contract for each month."""
 
     #: 0: Monday.
     weekday: Annotated[int, msgspec.Meta(ge=0, le=6)]
@@ -148,6 +148,8 @@ class FinalSettlement(RecordPart, frozen=True, kw_only=True):
     week: Annotated[int, msgspec.Meta(ge=1, le=4)]
     #: Until when the contracts trade on that day.
     closes: time
+    #: A pattern of the products that end so; '': all.
+    products: str = ""
 
 
 class ContractCodes(RecordPart, frozen=True, kw_only=True):
@@ -632,11 +634,17 @@ def _check_contracts(name: str, contracts: ContractCodes) -> None:
             raise ValueError(
                 f"markets.{name}.contracts.{field}: {pattern!r} has a group; write (?:…)"
             )
-    if contracts.final_settlement is not None:
-        _require_local(
-            f"markets.{name}.contracts.final_settlement", contracts.final_settlement.closes
-        )
-    if contracts.months and (len(contracts.months) != 12 or contracts.final_settlement is None):
+    settlement = contracts.final_settlement
+    if settlement is not None:
+        _require_local(f"markets.{name}.contracts.final_settlement", settlement.closes)
+        try:
+            re.compile(settlement.products)
+        except re.error as error:
+            raise ValueError(
+                f"markets.{name}.contracts.final_settlement.products: {settlement.products!r} is"
+                f" no pattern: {error}"
+            ) from None
+    if contracts.months and (len(contracts.months) != 12 or settlement is None):
         raise ValueError(
             f"markets.{name}.contracts: months has twelve characters, and needs final_settlement"
         )

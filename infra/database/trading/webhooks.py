@@ -2,7 +2,7 @@
 
 import secrets
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
 from hmac import compare_digest
@@ -75,7 +75,7 @@ async def create_webhook(
     )
     session.add(row)
     about: dict[str, Any] = {"user": user_id, "account": account_id, "sources": list(sources)}
-    about |= {name: value for name, value in settings.items() if isinstance(value, str | int)}
+    about |= {name: value for name, value in _told(settings).items() if value is not None}
     audit.append_entry(session, actor, "webhook.created", f"webhook:{row.id}", **about)
     await session.flush()
     await session.refresh(row)
@@ -215,12 +215,23 @@ async def change_webhook(
     for name, value in columns.items():
         setattr(row, name, value)
     row.token_hash = mark_hash(row.token_hash)
-    shown = {name: value for name, value in columns.items() if isinstance(value, str | int | None)}
-    shown = {name: value for name, value in shown.items() if "hash" not in name}
-    audit.append_entry(session, actor, action, f"webhook:{webhook_id}", **shown)
+    audit.append_entry(session, actor, action, f"webhook:{webhook_id}", **_told(columns))
     await session.flush()
     await session.refresh(row)
     return row
+
+
+def _told(columns: Mapping[str, Any]) -> dict[str, str | int | None]:
+    """Returns what the audit trail tells of columns: no hashes, and times as text."""
+    told = {
+        name: value.isoformat() if isinstance(value, datetime) else value
+        for name, value in columns.items()
+    }
+    return {
+        name: value
+        for name, value in told.items()
+        if isinstance(value, str | int | None) and "hash" not in name
+    }
 
 
 async def revoke_webhook(
@@ -236,6 +247,19 @@ async def revoke_webhook(
         audit.append_entry(session, actor, "webhook.revoked", f"webhook:{webhook_id}")
         return done
     return await session.scalar(select(Webhook).filter_by(**own))
+
+
+async def accounts_of_contracts(session: AsyncSession, user_id: str) -> set[str]:
+    """Returns the user's accounts whose market has lots of one unit, as of futures: there a
+    quantity counts contracts, and no unit is asked for."""
+    accounts = await session.scalars(select(BrokerAccount).filter_by(user_id=user_id))
+    brokers = installed_brokers()
+    return {
+        account.account_id
+        for account in accounts
+        if account.broker in brokers
+        and brokers[account.broker].record.market(account.broker_type).lot_units == 1
+    }
 
 
 async def count_unconfirmed(session: AsyncSession) -> int:

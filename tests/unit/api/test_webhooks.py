@@ -283,6 +283,46 @@ def test_an_unfilled_placeholder_is_named_with_its_field() -> None:
     assert "canary" not in str(raised.value.errors)
 
 
+def unquoted(field: str, placeholder: str) -> bytes:
+    """A signal whose field has the placeholder without quotes."""
+    return json.dumps(words(secret="canary", **{field: "?"})).replace('"?"', placeholder).encode()
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (
+            unquoted("quantity", "{{strategy.order.contracts}}"),
+            "quantity still has the placeholder {{strategy.order.contracts}}, which",
+        ),
+        (unquoted("symbol", '"{{plot("RSI-14")}}"'), 'symbol still has the placeholder {{plot("R'),
+        (unquoted("quantity", '"{{plot(\\"RSI-14\\")}}"'), "quantity still has the placeholder"),
+        (unquoted("quantity", "-{{close}}"), "the message still has the placeholder {{close}}"),
+        (b"buy {{ticker}}", "the message still has the placeholder {{ticker}}"),
+    ],
+)
+def test_an_unquoted_placeholder_is_named(body: bytes, sentence: str) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        parse_signal(body)
+    assert raised.value.detail.startswith(sentence)
+
+
+def test_a_message_in_double_braces_shows_nothing_of_itself() -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        parse_signal(b'{{"secret": "canary"}}')
+    assert "canary" not in raised.value.detail
+
+
+def test_an_unquoted_price_that_is_for_information_is_ignored() -> None:
+    taken = parse_signal(unquoted("price", "{{close}}"))
+    assert (taken.price, taken.pricing.quoted) == (None, None)
+    assert taken.digest(WEBHOOK) == signal(price="{{close}}").digest(WEBHOOK)
+    with pytest.raises(InvalidRequest, match="price still has the placeholder"):
+        parse_signal(
+            unquoted("price", "{{close}}").replace(b'"buy"', b'"buy", "price_type": "LMT"')
+        )
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
