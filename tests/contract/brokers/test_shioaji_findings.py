@@ -6,6 +6,7 @@ The letters are those of docs/reference/brokers.md, which says what is known of 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -30,8 +31,10 @@ from tests.support.brokers.shioaji_reports import (
 )
 from tests.support.commands import ROOT
 from worker_runtime.brokers.shioaji import mapping, sdk
+from worker_runtime.brokers.shioaji.broker import ShioajiBroker
 from worker_runtime.brokers.shioaji.reported_orders import ReportedOrders
 from worker_runtime.protocol.errors import (
+    BerthError,
     BrokerClockRefused,
     BrokerMaintenance,
     BrokerUnreachable,
@@ -39,6 +42,7 @@ from worker_runtime.protocol.errors import (
     LoginLimited,
     LoginRejected,
     OrderRejected,
+    OutcomeUnknown,
     QuantityChangeUnconfirmed,
     SessionDown,
 )
@@ -243,6 +247,53 @@ def test_e_a_503_of_a_ping_says_nothing_against_the_session(setting: ShioajiStag
         broker.ping(20.0)
     assert caught.value.retry_after == 60
     assert broker.alive()
+
+
+def test_e_a_503_of_an_order_a_cancel_or_a_query_asks_for_a_pause_and_nothing_follows_it(
+    heard: HeardOrders,
+) -> None:
+    new_order = order(symbol="2890", price=Decimal(17))
+    calls: list[tuple[str, Callable[[ShioajiBroker], object], type[BerthError]]] = [
+        ("place_order", lambda broker: broker.place(new_order, 20.0), OutcomeUnknown),
+        ("cancel_order", lambda broker: broker.cancel(ID, 20.0), OutcomeUnknown),
+        ("update_status", lambda broker: broker.cancel("other", 20.0), BrokerMaintenance),
+        ("update_status", lambda broker: broker.orders(20.0), BrokerMaintenance),
+        ("list_positions", lambda broker: broker.positions(20.0), BrokerMaintenance),
+    ]
+    for name, call, error_type in calls:
+        setting = ShioajiStage(heard)
+        broker = setting.login()
+        setting.client.does[name] = fails("SystemMaintenance", "StatusCode: 503")
+        with pytest.raises(error_type) as caught:
+            call(broker)
+        assert (type(caught.value), caught.value.retry_after) == (error_type, 60)
+        sent = len(setting.client.calls)
+        with pytest.raises(BrokerMaintenance) as paused:
+            broker.ping(20.0)
+        assert paused.value.retry_after is not None
+        assert 50 < paused.value.retry_after <= 60
+        assert (len(setting.client.calls), broker.alive()) == (sent, True)
+
+
+def test_e_a_503_while_warrants_are_loaded_is_a_pause_and_sends_no_order(
+    setting: ShioajiStage,
+) -> None:
+    broker = setting.login()
+    setting.client.contracts.get = lambda code, security_type: None
+    setting.client.does["preload"] = fails("SystemMaintenance", "503")
+    with pytest.raises(BrokerMaintenance) as caught:
+        broker.place(order(symbol="030001", price=Decimal(1)), 20.0)
+    assert caught.value.retry_after == 60
+    assert "place_order" not in setting.client.names()
+
+
+def test_e_a_503_of_a_reference_price_sends_no_order_after_it(setting: ShioajiStage) -> None:
+    broker = setting.login()
+    setting.client.does["info"] = fails("SystemMaintenance", "503")
+    assert broker.reference_price("2890") is None
+    with pytest.raises(BrokerMaintenance):
+        broker.place(order(symbol="2890", price=Decimal(17)), 20.0)
+    assert "place_order" not in setting.client.names()
 
 
 # --- F: a time stamp that the broker finds too old ------------------------------------------------

@@ -126,6 +126,8 @@ class ShioajiBroker:
         #: Whether the login has no other account of this type.
         self._is_only_account = False
         self._down: str | None = None
+        #: CLOCK_MONOTONIC seconds until which the broker wants no call.
+        self._paused_until = 0.0
         self._uses_files = False
         self._closing = threading.Lock()
 
@@ -223,9 +225,14 @@ class ShioajiBroker:
         deadline = time.monotonic() + timeout - _RETURN_MARGIN_S
 
         def submit() -> BrokerOrder:
-            contract, native = sdk.build_order(
-                self._load(), api, account, self._key.broker_type, order, deadline
-            )
+            try:
+                contract, native = sdk.build_order(
+                    self._load(), api, account, self._key.broker_type, order, deadline
+                )
+            except BerthError:
+                raise
+            except Exception as error:
+                raise self._unsent(error) from None
             remaining_s = deadline - time.monotonic()
             if (
                 remaining_s <= 0
@@ -244,12 +251,10 @@ class ShioajiBroker:
         """Returns the contract's reference price; None if that is not of today in Taipei, as in an
         old session. The price is in the contract's info, which the SDK loads when it is first
         asked for."""
-        api, today = (
-            self._api,
-            time.strftime("%Y-%m-%d", time.gmtime(time.time() + _TAIPEI_OFFSET_S)),
-        )
+        today = time.strftime("%Y-%m-%d", time.gmtime(time.time() + _TAIPEI_OFFSET_S))
 
         def read() -> Any:
+            api, _ = self._session()
             return api.contracts.info(sdk.find_contract(api, self._key.broker_type, symbol))
 
         try:
@@ -257,6 +262,7 @@ class ShioajiBroker:
             return Decimal(str(info.reference)) or None if str(info.update_date) == today else None
         except Exception as error:
             # The boundary of the SDK: without it the exchange's own limits remain.
+            self._note_status(error)
             self._log.debug("shioaji.no_reference", symbol=symbol, error=type(error).__name__)
             return None
 
@@ -432,10 +438,14 @@ class ShioajiBroker:
     # --- inside -----------------------------------------------------------------------------------
 
     def _session(self) -> tuple[Any, Any]:
+        """Returns the SDK's client and account for a call. Raises `SessionDown`, and
+        `BrokerMaintenance` in a pause that this session has met."""
         if self._down is not None:
             raise SessionDown(self._down)
         if self._api is None:
             raise SessionDown("not logged in")
+        if (pause := self._paused_until - time.monotonic()) > 0:
+            raise BrokerMaintenance("the broker has asked for a pause", retry_after=pause)
         return self._api, self._account
 
     def _change(
@@ -469,8 +479,13 @@ class ShioajiBroker:
         except BerthError:
             raise
         except Exception as error:
-            self._note_refused_token(error)
+            self._note_status(error)
             raise mapping.place_error(error, self._blank) from None
+
+    def _unsent(self, error: Exception) -> BrokerError:
+        """Says what an error means that came before anything was sent."""
+        self._note_status(error)
+        return mapping.unsent_error(error, self._blank)
 
     def _quantity_argument(
         self, trade: Any, quantity: int, confirmed: Sequence[ConfirmedQuantityChange]
@@ -521,12 +536,7 @@ class ShioajiBroker:
         try:
             trade = sdk.find_trade(api, account, broker_order_id, deadline, fresh=fresh)
         except Exception as error:
-            reason = mapping.query_error(error, self._blank)
-            raise (
-                reason
-                if isinstance(reason, SessionDown | BrokerMaintenance)
-                else OrderRejected(f"not sent: {reason}")
-            ) from None
+            raise self._unsent(error) from None
         if trade is None or not self._is_ours(trade):
             raise OrderRejected(f"no order {broker_order_id}")
         if mapping.order_of(trade).state in FINAL_ORDER_STATES:
@@ -555,12 +565,17 @@ class ShioajiBroker:
         except sdk.CallTimedOut as error:
             raise BrokerUnreachable(str(error)) from None
         except Exception as error:
-            self._note_refused_token(error)
+            self._note_status(error)
             raise mapping.query_error(error, self._blank) from None
 
-    def _note_refused_token(self, error: BaseException) -> None:
-        if mapping.status_of(error) == 401:
+    def _note_status(self, error: BaseException) -> None:
+        """Notes what an error of a call says of the calls after it: 401, the next login asks for a
+        new token; 503, none is made for a minute, also if nobody hears of this one."""
+        status = mapping.status_of(error)
+        if status == 401:
             _refused_tokens.add(self._key)
+        elif status == 503:
+            self._paused_until = time.monotonic() + mapping.PAUSE_S
 
     def _is_ours(self, trade: Any) -> bool:
         """Returns True if a trade is of this account. Some trades name no account

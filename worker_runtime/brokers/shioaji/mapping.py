@@ -150,27 +150,34 @@ def is_stale_signature(error: BaseException) -> bool:
 def place_error(error: BaseException, blank: Redactor = str) -> errors.BrokerError:
     """Maps an error of `place_order`. Unless it proves that there is no order, it is
     `OutcomeUnknown`: timeouts, connection errors, unreadable responses, server errors and
-    surprises.
-
-    A 503 is `OutcomeUnknown`, too, without a pause of its own: the session becomes suspect, and the
-    ping before its next call asks for the pause (`query_error`).
+    surprises. A 503 is `OutcomeUnknown` with a pause.
     """
     names, text = _class_names(error), _redacted_text(error, blank)
-    if "AuthError" in names:
-        return errors.SessionDown(text)  # not logged in (any more): the order was not taken
     if names & _REFUSES_ORDER:
         return errors.OrderRejected(text)
+    if status_of(error) == 503:
+        return errors.OutcomeUnknown(text, retry_after=PAUSE_S)
+    if "AuthError" in names:
+        return errors.SessionDown(text)  # not logged in (any more): the order was not taken
     return errors.OutcomeUnknown(text)
 
 
 def query_error(error: BaseException, blank: Redactor = str) -> errors.BrokerError:
     """Maps an error of a call that changes nothing."""
     text = _redacted_text(error, blank)
-    if "AuthError" in _class_names(error):
-        return errors.SessionDown(text)
     if status_of(error) == 503:
         return errors.BrokerMaintenance(text, retry_after=PAUSE_S)
+    if "AuthError" in _class_names(error):
+        return errors.SessionDown(text)
     return errors.BrokerUnreachable(text)
+
+
+def unsent_error(error: BaseException, blank: Redactor = str) -> errors.BrokerError:
+    """Maps an error that comes before anything was sent of an order, a cancel or a change."""
+    reason = query_error(error, blank)
+    if isinstance(reason, errors.SessionDown | errors.BrokerMaintenance):
+        return reason
+    return errors.OrderRejected(f"not sent: {reason}")
 
 
 def state_of(status: str, filled: int, quantity: int) -> OrderState:
