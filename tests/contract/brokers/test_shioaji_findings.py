@@ -32,6 +32,7 @@ from tests.support.brokers.shioaji_reports import (
 from tests.support.commands import ROOT
 from worker_runtime.brokers.shioaji import mapping, sdk
 from worker_runtime.brokers.shioaji.broker import ShioajiBroker
+from worker_runtime.brokers.shioaji.probe import ShioajiProbe
 from worker_runtime.brokers.shioaji.reported_orders import ReportedOrders
 from worker_runtime.protocol.errors import (
     BerthError,
@@ -470,6 +471,25 @@ def test_j_a_certificate_that_has_expired_refuses_the_login_and_the_next_order(
     with pytest.raises(OrderRejected, match="certificate has expired"):
         broker.place(order(symbol="2890", price=Decimal(17)), 20.0)
     assert "place_order" not in soon.client.names()
+
+
+def test_j_an_end_without_a_zone_refuses_nothing_before_its_latest_reading(
+    heard: HeardOrders, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The manual shows 15:59:59, which is the end of a day in Taipei if it is written in UTC."""
+    setting = ShioajiStage(heard, simulation=False)
+    ends = (datetime.now(UTC) + timedelta(hours=6)).replace(tzinfo=None, microsecond=0)
+    setting.client.does["get_ca_expiretime"] = lambda _: ends
+    broker = setting.login(WITH_CERTIFICATE)
+    broker.place(order(symbol="2890", price=Decimal(17)), 20.0)
+    assert broker.certificate_ends_ms() == ends.replace(tzinfo=UTC).timestamp() * 1000
+    assert 0 < ShioajiProbe(broker).certificate_days("") < 1
+    warned = ShioajiStage(heard, simulation=False)  # by the earlier reading: 7 days and 4 hours
+    ends = (datetime.now(UTC) + timedelta(days=7, hours=4)).replace(tzinfo=None)
+    warned.client.does["get_ca_expiretime"] = lambda _: ends
+    capfd.readouterr()
+    warned.login(WITH_CERTIFICATE)
+    assert '"days":6.8' in capfd.readouterr().err
 
 
 def test_j_an_end_of_the_certificate_that_the_sdk_does_not_say_holds_nothing_up(

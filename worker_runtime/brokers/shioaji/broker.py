@@ -11,7 +11,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import timedelta, timezone
 from decimal import Decimal
 from functools import cache
 from importlib import import_module
@@ -69,8 +68,6 @@ _CERTIFICATE_WARNING_DAYS = (30, 7, 1)
 _CERTIFICATE_EXPIRED = (
     "The certificate has expired. Get a new one from the broker and store it with the credentials."
 )
-#: Of a time without a zone.
-_TAIPEI_ZONE = timezone(timedelta(seconds=_TAIPEI_OFFSET_S))
 #: Connections whose last token the broker refused: their next login asks for a new one.
 _refused_tokens: set[ConnectionKey] = set()
 
@@ -119,8 +116,9 @@ class ShioajiBroker:
         self._reported = ReportedOrders(lambda text: self._blank(text))
         self._api: Any = None
         self._account: Any = None
-        #: Unix seconds at which the active certificate expires.
-        self._certificate_ends = math.inf
+        #: Unix seconds at which the active certificate expires: the earliest, from which we warn,
+        #: and the latest that the SDK may mean, from which we refuse.
+        self._certificate_warning_end = self._certificate_ends = math.inf
         #: The last of `_CERTIFICATE_WARNING_DAYS` that was logged.
         self._certificate_warned: int | None = None
         #: Whether the login has no other account of this type.
@@ -386,9 +384,8 @@ class ShioajiBroker:
         """Notes when the active certificate expires.
         Raises `LoginRejected` if it has: no order passes."""
         try:
-            ends = api.get_ca_expiretime(person_id)
-            self._certificate_ends = float(
-                (ends if ends.tzinfo else ends.replace(tzinfo=_TAIPEI_ZONE)).timestamp()
+            self._certificate_warning_end, self._certificate_ends = mapping.end_of(
+                api.get_ca_expiretime(person_id)
             )
         except Exception as error:
             # The boundary of the SDK: an order shows whether the certificate is valid.
@@ -409,7 +406,7 @@ class ShioajiBroker:
 
     def _warn_of_certificate(self) -> None:
         """Logs a warning as each of `_CERTIFICATE_WARNING_DAYS` passes, once a session."""
-        days = self._certificate_days()
+        days = (self._certificate_warning_end - time.time()) / _DAY_S
         due = min((limit for limit in _CERTIFICATE_WARNING_DAYS if days <= limit), default=None)
         if due is not None and due != self._certificate_warned:
             self._certificate_warned = due

@@ -6,6 +6,7 @@ file, and its tests, need no SDK. Names and meanings: stubs of shioaji 1.7.9.
 
 import re
 from collections.abc import Callable, Iterable
+from datetime import UTC, datetime, timedelta, timezone
 from decimal import Decimal
 from typing import Any
 
@@ -32,6 +33,8 @@ _STATUS = re.compile(r"(?<![\w.-])[45]\d\d(?![^\s:,.;)]|\.\d)")
 PAUSE_S = 60.0
 #: Seconds between two logins with a version of the SDK that the broker refuses.
 REFUSED_VERSION_RETRY_INTERVAL_S = 3600.0
+#: One of the zones in which the SDK may name a time; the other is UTC.
+_TAIPEI = timezone(timedelta(hours=8))
 #: What the real broker keeps of our tag.
 MAX_TAG_LENGTH = 6
 
@@ -303,6 +306,18 @@ def fill_of(order_id: str, sequence: str, quantity: int, price: float, at: float
         price=price_of(price),
         at_ms=int(at * 1000),
     )
+
+
+def end_of(expires: datetime) -> tuple[float, float]:
+    """Returns the earliest and the latest Unix seconds that the SDK may mean by the end of a
+    certificate.
+
+    It names no zone. Its manual shows 15:59:59, which would be the end of a day in Taipei if it is
+    written in UTC; nobody has confirmed that.
+    """
+    if expires.tzinfo is not None:
+        return expires.timestamp(), expires.timestamp()
+    return expires.replace(tzinfo=_TAIPEI).timestamp(), expires.replace(tzinfo=UTC).timestamp()
 
 
 def side_of(action: str) -> Side:
