@@ -40,8 +40,8 @@ from worker_runtime.protocol.errors import (
     BrokerMaintenance,
     BrokerUnreachable,
     BrokerVersionRefused,
+    CertificateExpired,
     LoginLimited,
-    LoginRejected,
     OrderRejected,
     OutcomeUnknown,
     QuantityChangeUnconfirmed,
@@ -456,19 +456,39 @@ def test_j_a_session_warns_of_a_certificate_that_expires_soon_and_once(
     assert capfd.readouterr().err.count("shioaji.certificate_expires") == warned
 
 
-def test_j_a_certificate_that_has_expired_refuses_the_login_and_the_next_order(
+@pytest.mark.parametrize(
+    ("activated", "end_is_known"), [(True, True), (False, True), (False, False)]
+)
+def test_j_with_an_expired_certificate_orders_are_refused_and_cancels_reach_the_broker(
+    heard: HeardOrders, activated: bool, end_is_known: bool
+) -> None:
+    setting = ShioajiStage(heard, simulation=False)
+    ends = datetime.now(UTC) - timedelta(days=1)
+    setting.client.does["get_ca_expiretime"] = (
+        (lambda _: ends) if end_is_known else fails("CaError")
+    )
+    if not activated:
+        setting.client.does["activate_ca"] = fails("CaExpiredError")
+    broker = setting.login(WITH_CERTIFICATE)
+    assert broker.certificate_ends_ms() == (int(ends.timestamp() * 1000) if end_is_known else 0)
+    assert len(broker.orders(20.0).orders) == 1
+    with pytest.raises(CertificateExpired):
+        broker.place(order(symbol="2890", price=Decimal(17)), 20.0)
+    with pytest.raises(CertificateExpired):
+        broker.replace(ID, None, Decimal(17), 20.0)
+    assert {"place_order", "update_order"}.isdisjoint(setting.client.names())
+    assert broker.cancel(ID, 20.0).state is OrderState.CANCELLED
+
+
+def test_j_a_certificate_that_expires_while_a_session_is_open_refuses_the_next_order(
     heard: HeardOrders,
 ) -> None:
-    expired = ShioajiStage(heard, simulation=False)
-    expired.client.does["get_ca_expiretime"] = lambda _: datetime.now(UTC) - timedelta(days=1)
-    with pytest.raises(LoginRejected, match="certificate has expired"):
-        expired.login(WITH_CERTIFICATE)
     soon = ShioajiStage(heard, simulation=False)
     ends = datetime.now(UTC) + timedelta(seconds=1)
     soon.client.does["get_ca_expiretime"] = lambda _: ends
     broker = soon.login(WITH_CERTIFICATE)
     until(lambda: datetime.now(UTC) > ends)
-    with pytest.raises(OrderRejected, match="certificate has expired"):
+    with pytest.raises(CertificateExpired, match="certificate has expired"):
         broker.place(order(symbol="2890", price=Decimal(17)), 20.0)
     assert "place_order" not in soon.client.names()
 

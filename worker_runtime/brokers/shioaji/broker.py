@@ -65,9 +65,6 @@ _ACCOUNT_CLASSES = {"stock": "Stock", "futures": "Future"}
 _CONNECTIONS_TO_WARN_AT = 4
 #: Days before a certificate's end at which a session warns.
 _CERTIFICATE_WARNING_DAYS = (30, 7, 1)
-_CERTIFICATE_EXPIRED = (
-    "The certificate has expired. Get a new one from the broker and store it with the credentials."
-)
 #: Connections whose last token the broker refused: their next login asks for a new one.
 _refused_tokens: set[ConnectionKey] = set()
 
@@ -119,6 +116,8 @@ class ShioajiBroker:
         #: Unix seconds at which the active certificate expires: the earliest, from which we warn,
         #: and the latest that the SDK may mean, from which we refuse.
         self._certificate_warning_end = self._certificate_ends = math.inf
+        #: Whether the SDK has refused to activate the certificate because it has expired.
+        self._certificate_refused = False
         #: The last of `_CERTIFICATE_WARNING_DAYS` that was logged.
         self._certificate_warned: int | None = None
         #: Whether the login has no other account of this type.
@@ -161,7 +160,7 @@ class ShioajiBroker:
                 api.set_session_down_callback(self._session_down)
                 account = self._choose_account(accounts)
                 if not self._key.simulation:
-                    _activate_certificate(api, credentials)
+                    self._certificate_refused = not _activate_certificate(api, credentials)
                     self._read_certificate_end(api, credentials.person_id or account.person_id)
                 remaining_ms = max(1, int((deadline - time.monotonic()) * 1000))
                 api.contracts.preload(
@@ -218,8 +217,7 @@ class ShioajiBroker:
 
     def place(self, order: BrokerOrderTerms, timeout: float) -> BrokerOrder:
         api, account = self._session()
-        if self._certificate_days() <= 0:
-            raise CertificateExpired(_CERTIFICATE_EXPIRED)
+        self._check_certificate()
         deadline = time.monotonic() + timeout - _RETURN_MARGIN_S
 
         def submit() -> BrokerOrder:
@@ -290,6 +288,8 @@ class ShioajiBroker:
         """
         if (quantity is None) == (price is None):
             raise OrderRejected("Shioaji changes either the quantity or the price")
+        if price is not None:
+            self._check_certificate()
 
         def change(api: Any, trade: Any, remaining_ms: int) -> Any:
             if price is not None:
@@ -381,8 +381,8 @@ class ShioajiBroker:
     # --- the certificate of production orders -----------------------------------------------------
 
     def _read_certificate_end(self, api: Any, person_id: str) -> None:
-        """Notes when the active certificate expires.
-        Raises `LoginRejected` if it has: no order passes."""
+        """Notes when the certificate expires. With one that has expired the session lists and
+        cancels orders, and places none."""
         try:
             self._certificate_warning_end, self._certificate_ends = mapping.end_of(
                 api.get_ca_expiretime(person_id)
@@ -390,19 +390,20 @@ class ShioajiBroker:
         except Exception as error:
             # The boundary of the SDK: an order shows whether the certificate is valid.
             self._log.warning("shioaji.certificate_end_unknown", error=type(error).__name__)
-            return
-        if self._certificate_days() <= 0:
-            raise LoginRejected(_CERTIFICATE_EXPIRED)
         self._warn_of_certificate()
 
     def certificate_ends_ms(self) -> int:
-        """Returns the Unix ms at which the active certificate expires; 0 if there is none, or if
-        the SDK does not say."""
+        """Returns the Unix ms at which the certificate expires, or has expired; 0 if there is none,
+        or if the SDK does not say."""
         return int(self._certificate_ends * 1000) if math.isfinite(self._certificate_ends) else 0
 
-    def _certificate_days(self) -> float:
-        """Days until it expires; `inf` where there is none, or where its end is not known."""
-        return (self._certificate_ends - time.time()) / _DAY_S
+    def _check_certificate(self) -> None:
+        """Raises `CertificateExpired` if no order with this certificate passes."""
+        if self._certificate_refused or time.time() >= self._certificate_ends:
+            raise CertificateExpired(
+                "The certificate has expired. Get a new one from the broker and store it with the "
+                "credentials."
+            )
 
     def _warn_of_certificate(self) -> None:
         """Logs a warning as each of `_CERTIFICATE_WARNING_DAYS` passes, once a session."""
@@ -640,9 +641,9 @@ def _check_keys(credentials: Credentials) -> None:
         raise LoginRejected("the secret key is not base58")
 
 
-def _activate_certificate(api: Any, credentials: Credentials) -> None:
+def _activate_certificate(api: Any, credentials: Credentials) -> bool:
     """Activates the certificate that signs production orders. The SDK needs a path, so it is a file
-    for a moment."""
+    for a moment. Returns False if it has expired."""
     if not credentials.ca_certificate:
         raise LoginRejected("orders in production need a certificate, and none is stored")
     folder = private_folder()
@@ -653,5 +654,10 @@ def _activate_certificate(api: Any, credentials: Credentials) -> None:
         person = credentials.person_id or None
         if not api.activate_ca(str(path), credentials.ca_password, person):
             raise LoginRejected("the certificate could not be activated")
+        return True
+    except Exception as error:
+        if mapping.is_certificate_expired(error):
+            return False
+        raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)

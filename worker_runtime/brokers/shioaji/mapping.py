@@ -145,6 +145,11 @@ def status_of(error: BaseException) -> int | None:
     return next((status for name, status in classes.items() if name in names), None)
 
 
+def is_certificate_expired(error: BaseException) -> bool:
+    """Returns True if the SDK did not activate a certificate because it has expired."""
+    return "CaExpiredError" in _class_names(error)
+
+
 def is_stale_signature(error: BaseException) -> bool:
     """Returns True if the broker found the login's time stamp too old ("Sign data is timeout")."""
     return "sign data is timeout" in str(error).lower()
