@@ -126,6 +126,18 @@ def test_a_each_kind_of_lot_is_confirmed_by_itself(heard: HeardOrders) -> None:
     assert (quantities_sent(stock), quantities_sent(futures)) == ([2], [8])
 
 
+@pytest.mark.parametrize("lot", [None, "BlockTrade"])
+def test_a_a_row_that_does_not_name_its_lot_is_not_changed(
+    setting: ShioajiStage, lot: str | None
+) -> None:
+    broker = setting.login()
+    setting.client.does["list_trades"] = lambda: [make_trade(REAL, quantity=10, lot=lot)]
+    known = tuple(confirmed(QuantityMeaning.REDUCE_BY, kind) for kind in OrderLot)
+    with pytest.raises(QuantityChangeUnconfirmed, match="lot is not named"):
+        broker.replace(ID, 2, None, 20.0, known)
+    assert quantities_sent(setting) == []
+
+
 def test_a_a_partly_filled_order_is_not_changed_to_a_total_that_may_mean_the_rest(
     setting: ShioajiStage,
 ) -> None:

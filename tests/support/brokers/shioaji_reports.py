@@ -36,7 +36,7 @@ def make_trade(sdk: Any, **changes: Any) -> Any:
             time_in_force=sdk.TimeInForce("ROD"),
             custom_field=words["tag"],
             account=words["account"],
-            order_lot=sdk.StockOrderLot(words["lot"]),
+            order_lot=sdk.StockOrderLot(words["lot"]) if words["lot"] else None,
         ),
         status=SimpleNamespace(
             id=words["id"],

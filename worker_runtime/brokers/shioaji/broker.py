@@ -45,6 +45,7 @@ from worker_runtime.protocol.errors import (
     SessionDown,
 )
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES, Credentials, OrderState
+from worker_runtime.protocol.order_terms import OrderLot
 from worker_runtime.protocol.requests import ConfirmedQuantityChange, QuantityMeaning
 
 #: Characters; the SDK refuses shorter ones, but only after its constructor was on the network.
@@ -490,14 +491,15 @@ class ShioajiBroker:
     ) -> int:
         """Returns the `qty` with which `update_order` makes this the order's total quantity."""
         order = mapping.order_of(trade)
-        lot, futures = mapping.lot_of(trade), self._key.broker_type == "futures"
+        futures = self._key.broker_type == "futures"
+        lot = OrderLot.COMMON if futures else mapping.lot_of(trade)
         version = self._load().__version__
         meanings = [
             change.meaning
             for change in confirmed
             if (change.sdk_version, change.lot, change.futures) == (version, lot, futures)
         ]
-        kind = "futures" if futures else f"lot {lot}"
+        kind = "futures" if futures else f"lot {lot}" if lot else "an order whose lot is not named"
         if len(set(meanings)) != 1:
             raise QuantityChangeUnconfirmed(
                 f"What Shioaji {version} does with a changed quantity is not confirmed for {kind}. "

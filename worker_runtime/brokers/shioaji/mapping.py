@@ -359,10 +359,11 @@ def security_of(contract: Any) -> str:
     return _enum_value(getattr(contract, "security_type", None))
 
 
-def lot_of(trade: Any) -> OrderLot:
-    """Returns the lot of an order that the SDK lists; a contract has none."""
+def lot_of(trade: Any) -> OrderLot | None:
+    """Returns the lot of a stock order that the SDK lists; None if the row does not say, as the SDK
+    allows, or names a lot that is not ours."""
     name = _enum_value(trade.order.order_lot)
-    return next((lot for lot, word in LOTS.items() if word == name), OrderLot.COMMON)
+    return next((lot for lot, word in LOTS.items() if word == name), None)
 
 
 def _class_names(error: BaseException) -> frozenset[str]:
