@@ -47,7 +47,12 @@ from worker_runtime.protocol.errors import (
     QuantityChangeUnconfirmed,
     SessionDown,
 )
-from worker_runtime.protocol.messages import OrderState, PriceType, TimeInForce
+from worker_runtime.protocol.messages import (
+    FINAL_ORDER_STATES,
+    OrderState,
+    PriceType,
+    TimeInForce,
+)
 from worker_runtime.protocol.order_terms import OrderCondition, OrderLot
 from worker_runtime.protocol.requests import ConfirmedQuantityChange, QuantityMeaning
 
@@ -228,6 +233,56 @@ def test_d_a_cancel_of_the_rest_leaves_a_partly_filled_order_cancelled(known: bo
     assert change is not None
     assert (change.order.state, change.order.quantity) == (OrderState.CANCELLED, 3)
     assert sum(fill.quantity for fill in change.order.fills) == 2
+
+
+@pytest.mark.parametrize("fills_first", [True, False])
+@pytest.mark.parametrize(
+    ("row", "state", "quantity"),
+    [
+        # The event says what stays: 5 were ordered and 3 taken off, 2 are filled.
+        (
+            {"status": "Filled", "cancel_quantity": 3, "order_quantity": 0},
+            OrderState.FILLED,
+            2,
+        ),
+        # It says something else: 1 was taken off, 2 lots work on.
+        (
+            {"status": "PartFilled", "cancel_quantity": 1, "order_quantity": 4},
+            OrderState.PART_FILLED,
+            4,
+        ),
+    ],
+)
+def test_d_a_reduction_that_an_event_reports_after_a_fill_ends_nothing(
+    fills_first: bool, row: dict[str, Any], state: OrderState, quantity: int
+) -> None:
+    book = ReportedOrders()
+    book.merge_trade(make_trade(REAL, quantity=5))
+    reduction = make_order_event("UpdateQty", event_id="u", order_quantity=2, cancel_quantity=1)
+    reduction["order"]["quantity"] = 2
+    events = [("SDEAL", make_deal_event("1")), ("SDEAL", make_deal_event("2"))]
+    events.insert(len(events) if fills_first else 0, ("SORDER", reduction))
+    for kind, event in events:
+        change = book.merge_event(kind, event)
+        assert change is not None
+        assert change.order.state not in FINAL_ORDER_STATES
+        # Whoever counts fills against the quantity must not take it for filled either.
+        assert change.order.quantity > sum(fill.quantity for fill in change.order.fills)
+    deals = [(number, 1, 17.0, 1673501631.6) for number in ("1", "2")]
+    listed = book.merge_trade(make_trade(REAL, quantity=5, deals=deals, **row))
+    assert (listed.state, listed.quantity) == (state, quantity)
+    assert sum(fill.quantity for fill in listed.fills) == 2
+
+
+def test_d_a_reduction_that_is_the_first_news_of_an_order_ends_nothing_with_its_fills() -> None:
+    book = ReportedOrders()
+    for sequence in ("1", "2"):
+        book.merge_event("SDEAL", make_deal_event(sequence))
+    event = make_order_event("UpdateQty", order_quantity=2)
+    event["order"]["quantity"] = 2
+    change = book.merge_event("SORDER", event)
+    assert change is not None
+    assert change.order.state is OrderState.PART_FILLED
 
 
 # --- E: pauses ------------------------------------------------------------------------------------
