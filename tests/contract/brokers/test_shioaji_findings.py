@@ -6,6 +6,7 @@ The letters are those of docs/reference/brokers.md, which says what is known of 
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
@@ -17,6 +18,7 @@ import pytest
 
 from infra.berth_testing.harness import HeardOrders, order, until
 from tests.support.brokers.shioaji_client import (
+    KEYS,
     REAL,
     WITH_CERTIFICATE,
     ShioajiStage,
@@ -367,24 +369,27 @@ def test_e_a_503_of_a_reference_price_sends_no_order_after_it(setting: ShioajiSt
 # --- F: a time stamp that the broker finds too old ------------------------------------------------
 
 
-def test_f_a_login_with_a_stale_time_stamp_is_tried_once_more(setting: ShioajiStage) -> None:
-    answers = [REAL.BadRequestError("StatusCode: 400, Detail: Sign data is timeout"), None]
-
-    def log_in(*_: Any, **__: Any) -> Any:
-        if (error := answers.pop(0)) is not None:
-            raise error
-        return setting.client.accounts
-
-    setting.client.does["login"] = log_in
-    setting.login().ping(20.0)
-    assert setting.client.names().count("login") == 2
-
-
 def test_f_a_clock_that_is_off_is_said_and_not_taken_for_wrong_keys(setting: ShioajiStage) -> None:
     setting.client.does["login"] = fails("AuthError", "Sign data is timeout")
-    with pytest.raises(BrokerClockRefused, match="This host's clock"):
+    with pytest.raises(BrokerClockRefused, match="host's clock") as caught:
         setting.login()
-    assert setting.client.names().count("login") == 2
+    assert caught.value.retryable
+    assert setting.client.names().count("login") == 1  # the session counts the next one
+
+
+def test_f_no_second_login_is_sent_after_its_callers_time(setting: ShioajiStage) -> None:
+    release = threading.Event()
+
+    def log_in(*_: Any, **__: Any) -> Any:
+        assert release.wait(30)
+        raise REAL.BadRequestError("StatusCode: 400, Detail: Sign data is timeout")
+
+    setting.client.does["login"] = log_in
+    with pytest.raises(BrokerUnreachable):
+        setting.broker.login(KEYS, 0.2)
+    release.set()
+    until(lambda: "logout" in setting.client.names())
+    assert setting.client.names().count("login") == 1
 
 
 # --- G: the contract that was asked for -----------------------------------------------------------

@@ -190,31 +190,18 @@ class ShioajiBroker:
                     None: "cannot be checked",
                 }
                 refused = BrokerClockRefused(
-                    f"{refused.detail}: the broker found the login's time stamp too old, twice. "
-                    f"This host's clock {known[clock_is_synchronised()]}."
+                    f"{refused.detail}: the broker found the login's time stamp too old. This "
+                    f"host's clock {known[clock_is_synchronised()]}; a slow login is another cause."
                 )
             raise refused from None
 
     def _log_in(self, api: Any, credentials: Credentials) -> list[Any]:
-        """Logs in with a token of its own where the last one was refused, and a second
-        time if the broker found the time stamp of the first login too old, as it does
-        when a login takes long."""
+        """Logs in once, with a token of its own where the last one was refused. A second login
+        would have to be counted, so it is the caller's."""
         words: dict[str, Any] = {"force_refresh": True} if self._key in _refused_tokens else {}
-        for attempt in (1, 2):
-            try:
-                accounts: list[Any] = api.login(
-                    credentials.api_key, credentials.secret_key, **words
-                )
-            except Exception as error:
-                if attempt == 2 or not mapping.is_stale_signature(error):
-                    raise
-                self._log.warning(
-                    "shioaji.time_stamp_refused", clock_synchronised=clock_is_synchronised()
-                )
-            else:
-                _refused_tokens.discard(self._key)
-                return accounts
-        raise AssertionError("unreachable")
+        accounts: list[Any] = api.login(credentials.api_key, credentials.secret_key, **words)
+        _refused_tokens.discard(self._key)
+        return accounts
 
     def place(self, order: BrokerOrderTerms, timeout: float) -> BrokerOrder:
         api, account = self._session()
