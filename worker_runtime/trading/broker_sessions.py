@@ -23,6 +23,7 @@ from worker_runtime.protocol.errors import (
     LoginRejected,
     RateLimited,
     UnknownAccount,
+    from_code,
 )
 from worker_runtime.trading.account_session import (
     PAUSE_ERRORS,
@@ -150,8 +151,10 @@ class BrokerSessions:
         if session.refused is not None:
             raise session.refused
         if session.limited and session.error is not None:
-            raise LoginLimited(
-                session.error.detail, retry_after=session.login_backoff.seconds_until_due()
+            raise from_code(
+                session.error.code,
+                session.error.detail,
+                retry_after=session.login_backoff.seconds_until_due(),
             )
         until = time.monotonic() + timeout
         try:

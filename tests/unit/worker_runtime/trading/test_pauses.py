@@ -103,6 +103,18 @@ def test_e_an_sdk_that_the_broker_refuses_is_shown_by_a_code_of_its_own() -> Non
     assert connections.broker_sessions.session("a1").login_backoff.seconds_until_due() > 3500
 
 
+def test_e_a_refused_version_keeps_its_code_while_no_login_is_tried() -> None:
+    connections = MarketConnections("a1").connected()
+    connections.faults["a1"] = BrokerVersionRefused("503", retry_after=3600.0)
+    connections.end_sessions()
+    for _ in range(3):
+        with pytest.raises(BrokerVersionRefused) as caught:
+            connections.broker_sessions.ensure_session("a1", 5.0)
+    assert len(connections.logins) == 2
+    assert caught.value.retry_after is not None
+    assert caught.value.retry_after > 3500
+
+
 def noted(connections: MarketConnections) -> list[tuple[str, float]]:
     limiter = connections.broker_sessions.rate_limiter
     assert isinstance(limiter, UnlimitedRateLimiter)
