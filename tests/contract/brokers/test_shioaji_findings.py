@@ -287,6 +287,54 @@ def test_d_a_reduction_that_is_the_first_news_of_an_order_ends_nothing_with_its_
     assert change.order.state is OrderState.PART_FILLED
 
 
+@pytest.mark.parametrize(
+    ("row", "state"),
+    [
+        ({"status": "PartFilled"}, OrderState.PART_FILLED),
+        # Nothing is left of the 3: 1 was taken off, 2 are filled.
+        ({"status": "Submitted", "cancel_quantity": 1}, OrderState.CANCELLED),
+        ({"status": "Cancelled", "cancel_quantity": 1}, OrderState.CANCELLED),
+    ],
+)
+def test_d_fills_that_a_row_counts_but_does_not_list_are_not_lost(
+    heard: HeardOrders, row: dict[str, Any], state: OrderState
+) -> None:
+    setting = ShioajiStage(heard, simulation=False)
+    broker = setting.login(WITH_CERTIFICATE)
+    deals = [("1", 1, 17.0, 1673501631.6), ("2", 1, 17.0, 1673501631.6)]
+    known: list[tuple[str, int, float, float]] = []
+    setting.client.does["list_trades"] = lambda: [
+        make_trade(REAL, quantity=3, deal_quantity=2, deals=known, **row)
+    ]
+    for listed in ([], deals[:1]):
+        known[:] = listed
+        listing = broker.orders(20.0)
+        [shown] = listing.orders
+        # An order that ended without its fills would keep what it has.
+        assert (shown.state, len(shown.fills)) == (OrderState.PART_FILLED, len(listed))
+        assert listing.behind is None
+    known[:] = deals
+    listing = broker.orders(20.0)
+    [shown] = listing.orders
+    assert (shown.state, len(shown.fills)) == (state, 2)
+    assert listing.behind is not None
+
+
+def test_d_a_filled_row_without_its_deals_is_filled_once_events_tell_them() -> None:
+    book = ReportedOrders()
+    row = make_trade(REAL, status="Filled", deal_quantity=3)
+    assert book.merge_trade(row).state is OrderState.PART_FILLED
+    changes = [book.merge_event("SDEAL", make_deal_event(str(number))) for number in range(3)]
+    states = [change.order.state for change in changes if change]
+    assert states == [OrderState.PART_FILLED, OrderState.PART_FILLED, OrderState.FILLED]
+    assert book.merge_trade(row).state is OrderState.FILLED
+
+
+def test_d_a_count_that_is_more_than_was_ordered_says_nothing() -> None:
+    listed = mapping.order_of(make_trade(REAL, quantity=3, deal_quantity=3000))
+    assert (listed.state, listed.quantity) == (OrderState.SUBMITTED, 3)
+
+
 # --- E: pauses ------------------------------------------------------------------------------------
 
 
@@ -639,6 +687,38 @@ def test_19_contracts_that_are_missing_in_the_morning_refuse_the_order_unsent(
     assert "place_order" not in setting.client.names()
 
 
-def test_216_a_fill_of_yesterday_that_comes_back_as_pending_is_not_working() -> None:
+def test_216_a_row_without_number_and_deals_is_not_taken_for_working(setting: ShioajiStage) -> None:
+    """A futures order that was filled the day before, as the report shows it before the opening.
+    Our books have its fill, and an order on its way contradicts nothing there."""
+    row = make_trade(
+        REAL,
+        id="f7d867e1",
+        seqno="855089",
+        ordno="",
+        quantity=1,
+        status="PendingSubmit",
+        order_quantity=1,
+        deal_quantity=0,
+        cancel_quantity=0,
+        deals=[],
+    )
+    setting.client.does["list_trades"] = lambda: [row]
+    [listed] = setting.login().orders(20.0).orders
+    assert (listed.state, listed.fills) == (OrderState.SUBMITTING, [])
+    # A session that has seen the fill keeps it.
+    book = ReportedOrders()
+    filled = [("1", 1, 17.0, 1673501631.6)]
+    book.merge_trade(make_trade(REAL, id="f7d867e1", quantity=1, status="Filled", deals=filled))
+    assert book.merge_trade(row).state is OrderState.FILLED
+    # Nor does the broker cancel it.
+    setting.client.does["cancel_order"] = fails(
+        "BadRequestError",
+        "StatusCode: 400, Detail: Please run update_status first to get trade details.",
+    )
+    with pytest.raises(OrderRejected):
+        setting.broker.cancel("f7d867e1", 20.0)
+
+
+def test_216_a_row_that_has_its_fills_is_filled_whatever_its_status() -> None:
     row = make_trade(REAL, status="PendingSubmit", deals=[("1", 3, 17.0, 1673501631.6)])
     assert mapping.order_of(row).state is OrderState.FILLED

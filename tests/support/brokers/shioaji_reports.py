@@ -16,7 +16,10 @@ def make_trade(sdk: Any, **changes: Any) -> Any:
         "price_type": "LMT",
         "status": "Submitted",
         "order_quantity": None,
+        "deal_quantity": None,
         "cancel_quantity": None,
+        "seqno": "855089",
+        "ordno": "X0001",
         "lot": "Common",
         "modified_price": None,
         "deals": [],
@@ -29,6 +32,8 @@ def make_trade(sdk: Any, **changes: Any) -> Any:
         contract=sdk.Stock(exchange="TSE", code="2890"),
         order=SimpleNamespace(
             id=words["id"],
+            seqno=words["seqno"],
+            ordno=words["ordno"],
             action=sdk.Action(words["action"]),
             price=words["price"],
             quantity=words["quantity"],
@@ -43,6 +48,7 @@ def make_trade(sdk: Any, **changes: Any) -> Any:
             status=sdk.OrderStatus(words["status"]),
             msg=words["msg"],
             order_quantity=words["order_quantity"],
+            deal_quantity=words["deal_quantity"],
             cancel_quantity=words["cancel_quantity"],
             modified_price=words["modified_price"],
             deals=[

@@ -27,7 +27,7 @@ from worker_runtime.brokers.port import (
 from worker_runtime.brokers.shioaji import mapping, sdk
 from worker_runtime.brokers.shioaji.files import private_folder, session_files
 from worker_runtime.brokers.shioaji.instruments import read_instruments
-from worker_runtime.brokers.shioaji.reported_orders import ReportedOrders
+from worker_runtime.brokers.shioaji.reported_orders import ReportedOrders, filled_quantity
 from worker_runtime.process.clock import clock_is_synchronised
 from worker_runtime.process.log import Log
 from worker_runtime.protocol.broker_reports import Balance, BrokerOrder, OrderChanged, Position
@@ -295,16 +295,19 @@ class ShioajiBroker:
         midnight, nor when positions include a fill: neither is relied on."""
         api, account = self._session()
 
-        def read() -> list[BrokerOrder]:
+        def read() -> tuple[list[BrokerOrder], bool]:
             api.update_status(account, timeout=sdk.to_milliseconds(timeout))
-            return [
-                self._reported.merge_trade(trade)
-                for trade in api.list_trades()
-                if self._is_ours(trade)
-            ]
+            trades = [trade for trade in api.list_trades() if self._is_ours(trade)]
+            orders = [self._reported.merge_trade(trade) for trade in trades]
+            return orders, all(
+                filled_quantity(order.fills) >= mapping.counted_fills(trade)
+                for order, trade in zip(orders, trades, strict=True)
+            )
 
-        orders = self._query(timeout, read)
-        if self._key.simulation or not self._cache_is_healthy(api, account):
+        orders, has_all_fills = self._query(timeout, read)
+        if not has_all_fills:
+            self._log.warning("shioaji.fills_missing")
+        if self._key.simulation or not has_all_fills or not self._cache_is_healthy(api, account):
             return Listing(orders)
         return Listing(orders, behind=0.0, reaches=(time.time() + _TAIPEI_OFFSET_S) % _DAY_S)
 

@@ -206,13 +206,14 @@ def with_fills(state: OrderState, filled: int, quantity: int) -> OrderState:
 
 def order_of(trade: Any) -> BrokerOrder:
     """Maps a `Trade` of the SDK. `trade.contract` may be any of its contract classes: all have a
-    code."""
+    code. The fills are the deals of the row, which may be fewer than it counts
+    (`counted_fills`)."""
     order, status = trade.order, trade.status
     fills = [
         fill_of(str(order.id), str(deal.seq), deal.quantity, deal.price, deal.ts)
         for deal in status.deals
     ]
-    filled = sum(done.quantity for done in fills)
+    filled = max(sum(done.quantity for done in fills), counted_fills(trade))
     word = _enum_value(status.status)
     quantity, nothing_left = _quantity_of(order, status, word, filled)
     state = state_of(word, filled, quantity)
@@ -234,6 +235,13 @@ def order_of(trade: Any) -> BrokerOrder:
         fills=fills,
         reason=status.msg or None,
     )
+
+
+def counted_fills(trade: Any) -> int:
+    """Returns how much of an order the row counts as filled, whether or not it lists the deals.
+    More than was ordered says nothing."""
+    counted = int(trade.status.deal_quantity or 0)
+    return counted if counted <= int(trade.order.quantity) else 0
 
 
 def _quantity_of(order: Any, status: Any, word: str, filled: int) -> tuple[int, bool]:

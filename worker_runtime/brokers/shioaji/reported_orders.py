@@ -7,7 +7,7 @@ with the same `event_id`. Which deals of both sources are the same is decided in
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from msgspec.structs import replace
@@ -48,13 +48,17 @@ class ReportedOrders:
         self._seen: OrderedDict[str, None] = OrderedDict()
 
     def merge_trade(self, trade: Any) -> BrokerOrder:
-        """Merges a `Trade`; returns all that is known of its order."""
+        """Merges a `Trade`; returns all that is known of its order. It has not ended before all
+        fills are known that the row counts."""
         reported = mapping.order_of(trade)
         with self._lock:
             known = self._orders.get(reported.broker_order_id)
             deals = self._deals_of(reported.broker_order_id)
             deals.add_listed(reported.fills)
             self._before_change.pop(reported.broker_order_id, None)
+            lacks_fills = filled_quantity(deals.fills) < mapping.counted_fills(trade)
+            if lacks_fills and reported.state in FINAL_ORDER_STATES:
+                reported = replace(reported, state=OrderState.PART_FILLED)
             return self._keep(reported, known, deals.fills)
 
     def merge_event(self, kind: str, event: ShioajiEvent) -> OrderChanged | None:
@@ -115,7 +119,7 @@ class ReportedOrders:
             state = OrderState.CANCELLED
         elif kind == "New":
             state = OrderState.SUBMITTED
-        quantity = _quantity_after(kind, event, known, sum(done.quantity for done in fills))
+        quantity = _quantity_after(kind, event, known, filled_quantity(fills))
         if known is None and kind not in ("New", "Reject"):
             self._before_change[order_id] = max(quantity, int(order["quantity"]))
         elif known is not None and quantity != known.quantity:
@@ -148,7 +152,7 @@ class ReportedOrders:
         """Stores an order. A final one stays final, whatever a late report says (Sinotrade/Shioaji
         #216, #234). So the quantity that an event of a change says makes none filled: a list tells
         whether anything of it is left."""
-        filled, quantity = sum(done.quantity for done in fills), reported.quantity
+        filled, quantity = filled_quantity(fills), reported.quantity
         before = self._before_change.get(reported.broker_order_id)
         if before is not None and filled >= quantity:
             quantity = max(before, filled + 1)
@@ -167,6 +171,10 @@ class ReportedOrders:
 
     def _deals_of(self, order_id: str) -> OrderDeals:
         return self._deals.setdefault(order_id, OrderDeals(self._deal_ids))
+
+
+def filled_quantity(fills: Iterable[Fill]) -> int:
+    return sum(fill.quantity for fill in fills)
 
 
 def _quantity_after(kind: str, event: ShioajiEvent, known: BrokerOrder | None, filled: int) -> int:
