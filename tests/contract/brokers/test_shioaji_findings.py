@@ -650,14 +650,34 @@ def test_j_an_end_of_the_certificate_that_the_sdk_does_not_say_holds_nothing_up(
         "StatusCode: 451, Detail: anything else",
         "status 451",
         "(451)",
+        "[451] x",
         "Too Many Connections",
+        "{'status': {'status_code': 451}, 'response': {'detail': 'x'}}",
+        '{"status_code":451}',
+        "HTTP 451",
+        "HTTP/1.1 451 Unavailable",
+        "login: error code=451",
+        "status '451'",
     ],
 )
 def test_k_a_451_is_recognised_however_it_is_written(text: str) -> None:
     assert type(mapping.login_error(REAL.ServerError(text))) is LoginLimited
 
 
-@pytest.mark.parametrize("text", ["took 451.5 ms", "order a451", "port 4510", "v1.451"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "took 451.5 ms",
+        "order a451",
+        "port 4510",
+        "v1.451",
+        "Timeout after 451 ms",
+        "price 503 is off the tick",
+        "status 451.5",
+        "code 4510",
+        "barcode of 451",
+    ],
+)
 def test_k_other_numbers_are_no_status(text: str) -> None:
     assert type(mapping.login_error(REAL.ServerError(text))) is BrokerUnreachable
 

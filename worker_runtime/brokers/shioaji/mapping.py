@@ -27,8 +27,13 @@ from worker_runtime.protocol.order_terms import OpenClose, OrderCondition, Order
 #: Takes secrets out of a text.
 Redactor = Callable[[str], str]
 
-#: An HTTP status as a word of its own: `status 451`, `StatusCode: 451, Detail: …`, `503: …`.
-_STATUS = re.compile(r"(?<![\w.-])[45]\d\d(?![^\s:,.;)]|\.\d)")
+#: An HTTP status at the text's start or behind a word for it: `503: …`, `[451] …`, `status 451`,
+#: `StatusCode: 451, Detail: …`, `{"status_code": 451}`. Other numbers are prices, times or ids.
+_STATUS = re.compile(
+    r"""(?:^|(?:status|code|http(?:/[\d.]+)?|error)['"]?\s*[:=]?)"""
+    r"""[\s(\[{'"]*([45]\d\d)(?![^\s:,.;)\]}'"]|\.\d)""",
+    re.IGNORECASE,
+)
 #: Seconds of the pause, without any call, that the manual asks for after a 503.
 PAUSE_S = 60.0
 #: Seconds between two logins with a version of the SDK that the broker refuses.
@@ -134,7 +139,7 @@ def login_error(error: BaseException) -> errors.BrokerError:
 def status_of(error: BaseException) -> int | None:
     """Returns the HTTP status that an error of the SDK names, or that its class stands for."""
     if (match := _STATUS.search(str(error))) is not None:
-        return int(match.group())
+        return int(match.group(1))
     names = _class_names(error)
     classes = {
         "TokenError": 401,
