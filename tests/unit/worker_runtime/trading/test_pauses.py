@@ -201,7 +201,12 @@ def test_e_a_503_of_a_cancel_a_list_or_an_order_is_followed_by_no_call_and_no_lo
     sent: list[float] = []
     broker.ping = sent.append  # type: ignore[method-assign]
     fail(connections, error)
-    connections.broker_sessions.reconcile = lambda key, broker, timeout: bool(sent.append(timeout))
+
+    def reconcile(key: ConnectionKey, broker: object, timeout: float) -> bool:
+        sent.append(timeout)
+        return True
+
+    connections.broker_sessions.reconcile = reconcile
     for _ in range(3):
         for listed in (True, False):  # an order and a cancel
             with pytest.raises(BrokerMaintenance) as caught:

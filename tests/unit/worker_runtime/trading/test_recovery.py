@@ -75,7 +75,7 @@ def test_f_the_second_login_is_counted_and_never_sent_after_its_time() -> None:
     assert len(connections.budget.waits) == counted + 3  # the login, and the list of orders
 
 
-def test_an_order_does_not_count_against_a_login_limit() -> None:
+def test_179_an_order_does_not_count_against_a_login_limit() -> None:
     connections = MarketConnections("a1").connected()
     connections.end_sessions()
     connections.faults["a1"] = BrokerUnreachable()
@@ -90,7 +90,7 @@ def test_an_order_does_not_count_against_a_login_limit() -> None:
     assert len(connections.logins) == before + 1
 
 
-def test_an_sdk_that_fails_three_times_costs_the_process() -> None:
+def test_221_an_sdk_that_fails_three_times_costs_the_process() -> None:
     connections = MarketConnections("a1").connected()
     connections.faults["a1"] = BrokerError("broken")
     connections.end_sessions()
