@@ -199,7 +199,11 @@ def test_e_a_503_of_a_cancel_a_list_or_an_order_is_followed_by_no_call_and_no_lo
     broker, logins = session.broker, len(connections.logins)
     assert broker is not None
     sent: list[float] = []
-    broker.ping = sent.append  # type: ignore[method-assign]
+
+    def ping(timeout: float) -> None:
+        sent.append(timeout)
+
+    broker.ping = ping  # type: ignore[method-assign]
     fail(connections, error)
 
     def reconcile(key: ConnectionKey, broker: object, timeout: float) -> bool:
