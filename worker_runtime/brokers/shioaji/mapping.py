@@ -38,8 +38,8 @@ _STATUS = re.compile(
 PAUSE_S = 60.0
 #: Seconds between two logins with a version of the SDK that the broker refuses.
 REFUSED_VERSION_RETRY_INTERVAL_S = 3600.0
-#: One of the zones in which the SDK may name a time; the other is UTC.
-_TAIPEI = timezone(timedelta(hours=8))
+#: The broker's zone. A time without a zone is in this one, or in UTC.
+TAIPEI = timezone(timedelta(hours=8))
 #: What the real broker keeps of our tag.
 MAX_TAG_LENGTH = 6
 
@@ -335,7 +335,7 @@ def end_of(expires: datetime) -> tuple[float, float]:
     """
     if expires.tzinfo is not None:
         return expires.timestamp(), expires.timestamp()
-    return expires.replace(tzinfo=_TAIPEI).timestamp(), expires.replace(tzinfo=UTC).timestamp()
+    return expires.replace(tzinfo=TAIPEI).timestamp(), expires.replace(tzinfo=UTC).timestamp()
 
 
 def side_of(action: str) -> Side:
