@@ -19,6 +19,8 @@ MAX_TYPES = 500
 #: Bytes of one type's JSON Schema, and of one whole manifest.
 MAX_SCHEMA_BYTES = 32 * 1024
 MAX_MANIFEST_BYTES = 4 * 1024 * 1024
+#: Levels of nesting in one type's JSON Schema.
+MAX_SCHEMA_LEVELS = 32
 
 _APPLICATION = re.compile(r"[a-z][a-z0-9-]{0,31}")
 _Application = Annotated[str, msgspec.Meta(pattern=rf"^{_APPLICATION.pattern}\Z")]
@@ -158,8 +160,10 @@ def read_manifest(data: bytes) -> JobManifest:
         manifest = msgspec.json.decode(data, type=JobManifest)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadManifest(f"the manifest does not fit: {error}") from None
+    _check_texts("the package", [manifest.package, manifest.package_version])
     seen: set[str] = set()
     for kind in manifest.types:
+        _check_levels(kind)
         application, _, _ = kind.name.partition("/")
         if application != manifest.application:
             raise BadManifest(
@@ -172,7 +176,40 @@ def read_manifest(data: bytes) -> JobManifest:
             raise BadManifest(
                 f"{kind.name}: the schema of its arguments has more than {MAX_SCHEMA_BYTES} bytes"
             )
+        _check_texts(kind.name, msgspec.to_builtins(kind))
     return manifest
+
+
+def _check_levels(kind: ManifestType) -> None:
+    """Raises `BadManifest` for a schema that is nested too deeply."""
+    parts: list[tuple[Any, int]] = [(kind.arguments_schema, 1)]
+    while parts:
+        part, level = parts.pop()
+        if not isinstance(part, dict | list):
+            continue
+        if level > MAX_SCHEMA_LEVELS:
+            raise BadManifest(
+                f"{kind.name}: the schema of its arguments is nested more than "
+                f"{MAX_SCHEMA_LEVELS} levels deep; use fewer types within types"
+            )
+        children = part.values() if isinstance(part, dict) else part
+        parts += [(child, level + 1) for child in children]
+
+
+def _check_texts(name: str, value: Any) -> None:
+    """Raises `BadManifest` if a text holds NUL, which PostgreSQL does not store."""
+    if isinstance(value, str) and "\0" in value:
+        raise BadManifest(
+            f"{name}: a text holds the character NUL, which cannot be stored; take it out of the "
+            "docstring, or of the annotation of the argument"
+        )
+    if isinstance(value, dict):
+        for key, child in value.items():
+            _check_texts(name, key)
+            _check_texts(name, child)
+    elif isinstance(value, list | tuple):
+        for child in value:
+            _check_texts(name, child)
 
 
 def arguments_schema(declared: DeclaredJob) -> dict[str, Any]:

@@ -10,7 +10,7 @@ version take it.
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -18,14 +18,14 @@ from typing import Any
 import msgspec
 import structlog
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 from sqlalchemy import ForeignKey, Index, String, func, select, text
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
 from infra.berth_jobs.manifest import BadManifest, JobManifest, ManifestType, read_manifest
-from infra.database.engine import Database
+from infra.database.engine import Database, DatabaseUnavailable
 from infra.database.models import Base
 from infra.jobs.applications import ApplicationDirectory
 from infra.jobs.arguments import ArgumentsValidator, SchemaRefused
@@ -124,6 +124,8 @@ class TypeRegistry:
         #: announcement.
         self._known: dict[str, dict[str, float]] = {}
         self._validators: dict[tuple[str, int], tuple[ManifestType, ArgumentsValidator | None]] = {}
+        #: Applications and types that could not be read at the last look; each is logged once.
+        self._unreadable: set[str] = set()
 
     async def types(
         self, max_age_s: float = REFRESH_INTERVAL_S
@@ -170,22 +172,41 @@ class TypeRegistry:
 
     async def _load(self) -> _Loaded:
         began = time.monotonic()
-        applications = await self.applications.load()
-        runners: dict[str, int] = {}
-        live: dict[str, int] | None = runners
-        try:
-            for name in applications:
-                await self._copy_manifests(name)
-                runners |= await count_runners(self._client, name)
-        except (RedisError, OSError):
-            live = None
+        unreadable: dict[str, Exception] = {}
+        live = await self._live_runners(await self.applications.load(), unreadable)
         rows = await self._database.read(_list_rows)
         types: dict[str, list[TypeVersion]] = {}
         for row in rows:
-            versions = types.setdefault(row.name, [])
-            if len(versions) < MAX_VERSIONS:
-                versions.append(self._version(row, live))
+            versions = types.get(row.name, [])
+            if len(versions) == MAX_VERSIONS:
+                continue
+            try:
+                versions.append(self._version(row, live.get(row.application)))
+            except Exception as error:  # a type that cannot be read harms no other one
+                unreadable[wire.queued_type(row.name, row.version)] = error
+                continue
+            types[row.name] = versions
+        for name in unreadable.keys() - self._unreadable:
+            log.error("job_types_not_read", subject=name, reason=_reason(unreadable[name]))
+        self._unreadable = set(unreadable)
         return _Loaded(began, types)
+
+    async def _live_runners(
+        self, applications: Iterable[str], unreadable: dict[str, Exception]
+    ) -> dict[str, dict[str, int]]:
+        """Copies what runners have announced, and returns for each application how many runners
+        take each type. Leaves out applications whose runners are not known: those in `unreadable`,
+        and all while Valkey is away."""
+        live: dict[str, dict[str, int]] = {}
+        for name in applications:
+            try:
+                await self._copy_manifests(name)
+                live[name] = await count_runners(self._client, name)
+            except ResponseError as error:  # its own login may write anything under its keys
+                unreadable[name] = error
+            except (RedisError, OSError):
+                return {}
+        return live
 
     def _version(self, row: JobTypeRow, live: Mapping[str, int] | None) -> TypeVersion:
         kind = msgspec.convert(row.definition, ManifestType)
@@ -227,16 +248,24 @@ class TypeRegistry:
                 manifest = read_manifest(body)
                 if manifest.application != application:
                     raise InvalidSignature(f"a manifest of {application}")
-            except (BerthError, BadManifest) as error:
-                reason = error.detail if isinstance(error, BerthError) else str(error)
-                log.error("job_manifest_refused", application=application, reason=reason[:300])
-                known[digest] = at
-                continue
-            await self._database.write(record_manifest, manifest)
+                await self._database.write(record_manifest, manifest)
+            except DatabaseUnavailable:
+                raise  # it is recorded at the next look
+            except Exception as error:  # whatever a runner announces harms no other application
+                log.error("job_manifest_refused", application=application, reason=_reason(error))
             known[digest] = at
         present = {text_of(digest) for digest, _ in announced}
         for digest in known.keys() - present:
             del known[digest]
+
+
+def _reason(error: Exception) -> str:
+    """Return why a manifest or a type cannot be used, for the log."""
+    if isinstance(error, BerthError):
+        return error.detail[:300]
+    if isinstance(error, BadManifest):
+        return str(error)[:300]
+    return f"{type(error).__name__}: {error}"[:300]
 
 
 async def record_manifest(session: AsyncSession, manifest: JobManifest) -> None:

@@ -49,19 +49,25 @@ SHOP_TAG = job_keys.application_tag("shop")
 
 
 class HandRunner:
-    """A runner of the application `shop` whose jobs a test takes and ends by hand."""
+    """A runner of an application whose jobs a test takes and ends by hand."""
 
-    def __init__(self, settings: Settings, name: str = "hand") -> None:
-        self.keys = MessageSecretFile(settings.message_key_file).job_keys(SHOP_TAG)
+    def __init__(self, settings: Settings, name: str = "hand", application: str = "shop") -> None:
+        self.application = application
+        tag = job_keys.application_tag(application)
+        self.keys = MessageSecretFile(settings.message_key_file).job_keys(tag)
         self.client = Valkey(settings.valkey_url, timeout=25)
-        self.queue = JobQueue(self.client, RunnerIdentity(f"{name}-1", name, "n"), SHOP_TAG)
+        self.queue = JobQueue(self.client, RunnerIdentity(f"{name}-1", name, "n"), tag)
         self.queue.join()
 
-    def announce(self, *manifests: bytes) -> None:
+    def publish(self, *manifests: bytes) -> None:
+        """Announces manifests that no runner would have made."""
         reply = self.client.run(
-            *wire.publish(self.queue.identity.runner_id, manifests, self.keys, "shop")
+            *wire.publish(self.queue.identity.runner_id, manifests, self.keys, self.application)
         )
         assert wire.check_reply(reply)
+
+    def announce(self, *manifests: bytes) -> None:
+        self.publish(*manifests)
         for body in manifests:
             self.queue.declare(declared_settings(read_manifest(body)))
 
