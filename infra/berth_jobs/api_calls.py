@@ -21,6 +21,7 @@ import httpx
 import msgspec
 from msgspec import Struct
 
+from .declaration import convert_value
 from .errors import (
     EnqueueUnsettled,
     JobCancelled,
@@ -372,7 +373,7 @@ def cancel(job_id: str) -> Call[JobSnapshot]:
 
 
 def value_of(snapshot: JobSnapshot, result_type: Any = Any) -> Any:
-    """Return what an ended job returned, as `result_type`.
+    """Return what an ended job returned, as `result_type` if JSON can become that.
 
     Raises `JobFailed`, `JobCancelled`,
     and `UnexpectedAnswer` for a value that does not fit `result_type`.
@@ -386,7 +387,7 @@ def value_of(snapshot: JobSnapshot, result_type: Any = Any) -> Any:
     if snapshot.value is None and snapshot.finished_at is None:
         raise ResultExpired(snapshot.id, "", "it is done, and its result is no longer kept")
     try:
-        return msgspec.convert(snapshot.value, result_type)
+        return convert_value(snapshot.value, result_type)
     except msgspec.ValidationError as error:
         raise UnexpectedAnswer(
             f"job {snapshot.id} returned something else than declared: {error}"

@@ -194,6 +194,18 @@ def encode_value(value: Any) -> bytes:
     return _encoder.encode(value)
 
 
+def convert_value(value: Any, kind: Any) -> Any:
+    """Returns a value of decoded JSON as an annotated type, which may be or hold pydantic models.
+
+    A type that no JSON fits, such as a union of two models, leaves the value as it is. Raises
+    `msgspec.ValidationError` for a value that does not fit the type.
+    """
+    try:
+        return msgspec.convert(value, kind, str_keys=True, dec_hook=_decode_model)
+    except (TypeError, NotImplementedError):
+        return value
+
+
 def _declare(function: Callable[..., Any], options: dict[str, Any]) -> JobFunction[..., Any]:
     label = f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', function)}"
     try:
