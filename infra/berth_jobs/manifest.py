@@ -225,6 +225,9 @@ def arguments_schema(declared: DeclaredJob) -> dict[str, Any]:
     reference = schema.pop("$ref", "")
     top = definitions.pop(reference.rpartition("/")[2]) if reference else schema
     top.setdefault("additionalProperties", False)
+    # A job has the same group and unique key whether a default is given or left out (`job_fields`).
+    for name, default in declared.key_defaults().items():
+        top["properties"][name] = {**top["properties"][name], "default": default}
     if definitions:
         top["$defs"] = definitions
     return dict(top)
