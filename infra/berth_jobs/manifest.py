@@ -7,7 +7,7 @@ The API checks a new job against it, and imports nothing of the package.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -72,13 +72,17 @@ class ManifestType(msgspec.Struct, frozen=True, kw_only=True):
     options: TypeOptions = TypeOptions()
     #: The first paragraph of the function's docstring.
     summary: _Text = ""
+    #: The distribution that has the type's function, or the module's first part if it is installed
+    #: as none; with its version. Empty: that of its manifest, as in those of earlier releases.
+    package: _Text = ""
+    package_version: _Text = ""
 
 
 class JobManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """All job types of one package."""
+    """All job types of one runner."""
 
     application: _Application
-    #: The distribution, or the module if it is installed as none; with its version.
+    #: The distribution of the first type, for types without one; with its version.
     package: _Text
     package_version: _Text = ""
     types: Annotated[tuple[ManifestType, ...], msgspec.Meta(max_length=MAX_TYPES)] = ()
@@ -101,8 +105,12 @@ def build_manifest(
     functions: Sequence[JobFunction[..., Any]],
     package: str,
     package_version: str = "",
+    packages: Mapping[str, tuple[str, str]] | None = None,
 ) -> JobManifest:
-    """Describes these jobs. Raises `BadManifest`."""
+    """Describes these jobs. Raises `BadManifest`.
+
+    `packages`: a module of functions → its distribution and version, where that is not `package`.
+    """
     check_application(application)
     names = [function.type.name for function in functions]
     for function in functions:
@@ -111,12 +119,19 @@ def build_manifest(
             raise BadManifest(
                 f"{function.type.name}: on_failed names {handler}, which is no job here"
             )
-    types = tuple(describe_type(application, function.type) for function in functions)
+    types = []
+    for function in functions:
+        kind = describe_type(application, function.type)
+        of_type = (packages or {}).get(function.type.function.__module__)
+        name, version = of_type or (package, package_version)
+        types.append(
+            msgspec.structs.replace(kind, package=name[:200], package_version=version[:200])
+        )
     manifest = JobManifest(
         application=application,
         package=package[:200],
         package_version=package_version[:200],
-        types=types,
+        types=tuple(types),
     )
     return read_manifest(manifest.canonical_bytes())
 

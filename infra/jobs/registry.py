@@ -286,10 +286,13 @@ async def record_manifest(session: AsyncSession, manifest: JobManifest) -> None:
             ArgumentsValidator(kind.arguments_schema)
         except SchemaRefused as error:
             refusal = error.detail
+        package, version = kind.package, kind.package_version
+        if not package:
+            package, version = manifest.package, manifest.package_version
         values = {
             "application": manifest.application,
-            "package": manifest.package,
-            "package_version": manifest.package_version,
+            "package": package,
+            "package_version": version,
             "definition": definition,
             "refusal": refusal,
             "announced_at": func.clock_timestamp(),
@@ -299,9 +302,7 @@ async def record_manifest(session: AsyncSession, manifest: JobManifest) -> None:
             row.on_conflict_do_update(index_elements=["name", "version"], set_=values)
         )
         if before is None or before.definition.get("options") != definition.get("options"):
-            log.info(
-                "job_type_announced", type=kind.name, version=kind.version, package=manifest.package
-            )
+            log.info("job_type_announced", type=kind.name, version=kind.version, package=package)
 
 
 async def count_runners(client: Redis, application: str) -> dict[str, int]:

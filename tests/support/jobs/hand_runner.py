@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -26,13 +27,20 @@ from worker_runtime.protocol.messages import Failure
 
 
 def make_manifest(
-    *names: str, package: str = "shop-jobs", application: str = "shop", version: int = 1
+    *names: str,
+    package: str = "shop-jobs",
+    application: str = "shop",
+    version: int = 1,
+    packages: Mapping[str, str] | None = None,
 ) -> bytes:
+    """Returns a manifest of these types. `packages`: a type → its package, where that is another
+    one."""
     types = [
         {
             "name": f"{application}/{name}",
             "version": version,
             "arguments_schema": {"type": "object"},
+            "package": (packages or {}).get(name, ""),
         }
         for name in names
     ]
