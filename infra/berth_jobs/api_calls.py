@@ -92,7 +92,8 @@ class EnqueueOptions(JobOptions, frozen=True, kw_only=True, omit_defaults=True):
 class OptionValues(TypedDict, total=False):
     """The keyword arguments of `Producer.with_options`. Durations are seconds."""
 
-    #: The job's id: the same call with the same id is done once, another call under it is refused.
+    #: The job's id: the same call with the same id is done once, another call under it is refused
+    #: (by a direct producer until the job has ended).
     job_id: str
     queue: str
     #: 0 to 9. A job with a higher priority runs earlier.
