@@ -19,7 +19,7 @@ from sqlalchemy import text
 from activities.maintenance.kept_jobs import KeptJobSweeper
 from api.fleet.alerts import OperatorAlerts
 from infra.jobs.applications import ApplicationDirectory, add_application, rotate_application
-from infra.jobs.registry import TypeRegistry
+from infra.jobs.registry import MAX_ROWS, TypeRegistry
 from infra.settings import Settings
 from infra.valkey.client import connect_valkey
 from infra.valkey.job_login import job_fleet_url
@@ -33,6 +33,7 @@ from tests.support.jobs.keeper import NotingStarter
 from tests.support.systems.api import ServedApi, make_key, operator, running_api
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.jobs.protocol import manifest as wire
 from worker_runtime.jobs.protocol.messages import (
     Job,
 )
@@ -305,6 +306,44 @@ async def test_what_postgresql_refuses_of_an_application_is_left_out(
     types = await registry.types(max_age_s=0)
     assert [row.kind.version for row in types["shop/jobs.resize"]] == [1]
     bank.client.close()
+
+
+_OLD_TYPES = """
+insert into job_types
+select 'shop/old.' || number, 1, 'shop', 'p', '1',
+  jsonb_build_object('name', 'shop/old.1', 'arguments_schema', jsonb_build_object()),
+  'too old', now() - number * interval '1 minute'
+from generate_series(1, cast(:number as integer)) number
+on conflict do nothing
+"""
+
+
+async def test_types_that_nobody_announces_any_more_make_room_for_new_ones(
+    shop: ServedApi, producer: httpx.AsyncClient, runner: HandRunner
+) -> None:
+    async def fill() -> None:
+        async with shop.services.database.session() as session:
+            await session.execute(text(_OLD_TYPES), {"number": MAX_ROWS})
+
+    async def count() -> int:
+        async with shop.services.database.session() as session:
+            return await session.scalar(text("select count(*) from job_types")) or 0
+
+    await fill()
+    runner.announce(manifest())
+    assert (await producer.post("/jobs", json=resize())).status_code == 202
+    assert await count() == MAX_ROWS
+    # All of them are of manifests in Valkey, so there is no room.
+    await fill()
+    of_manifest = job_keys.announced_types(SHOP_TAG, wire.digest_of(manifest()))
+    names = [f"shop/old.{number}@1" for number in range(1, MAX_ROWS + 1)]
+    await shop.services.valkey.sadd(of_manifest, *names)
+    runner.announce(manifest(), make_manifest("jobs.send"))
+    await asyncio.sleep(2.1)  # the API looks every 2 s
+    unknown = await producer.post("/jobs", json={"type": "shop/jobs.send", "args": {}})
+    assert unknown.json()["code"] == "JOB_TYPE_UNKNOWN"
+    assert "the application shop has more than 5000 job types" in unknown.json()["detail"]
+    assert (await producer.post("/jobs", json=resize())).status_code == 202
 
 
 async def test_a_batch_is_enqueued_in_its_order_whole_or_not_at_all(
