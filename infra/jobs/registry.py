@@ -125,8 +125,8 @@ class TypeRegistry:
         #: announcement.
         self._known: dict[str, dict[str, float]] = {}
         self._validators: dict[tuple[str, int], tuple[ManifestType, ArgumentsValidator | None]] = {}
-        #: Applications whose runners have announced more types than are kept.
-        self._full: set[str] = set()
+        #: Digests of manifests of which types were left out, by application.
+        self._incomplete: dict[str, set[str]] = {}
         #: Applications and types that could not be read at the last look; each is logged once.
         self._unreadable: set[str] = set()
 
@@ -147,7 +147,7 @@ class TypeRegistry:
         await self.applications.require(wire.application_of(name))
         versions = (await self.types()).get(name) or (await self.types(max_age_s=0.2)).get(name)
         application = wire.application_of(name)
-        if not versions and application in self._full:
+        if not versions and self._incomplete.get(application):
             raise JobTypeUnknown(
                 f"{name} is unknown, perhaps because the application {application} has more than "
                 f"{MAX_ROWS} job types, all versions counted: types that came later were left out. "
@@ -246,6 +246,7 @@ class TypeRegistry:
             self._client.zrange(job_keys.announced(tag), 0, wire.MAX_MANIFESTS * 2, withscores=True)
         )
         known = self._known.setdefault(application, {})
+        incomplete = self._incomplete.setdefault(application, set())
         fresh = {
             text_of(digest): score
             for digest, score in announced
@@ -260,15 +261,15 @@ class TypeRegistry:
                 manifest = read_manifest(body)
                 if manifest.application != application:
                     raise InvalidSignature(f"a manifest of {application}")
-                if await self._database.write(record_manifest, manifest, current):
-                    self._full.discard(application)
-                else:
-                    self._full.add(application)
+                incomplete.discard(digest)
+                if not await self._database.write(record_manifest, manifest, current):
+                    incomplete.add(digest)
             except DatabaseUnavailable:
                 raise  # it is recorded at the next look
             except Exception as error:  # whatever a runner announces harms no other application
                 log.error("job_manifest_refused", application=application, reason=_reason(error))
             known[digest] = at
+        incomplete &= present
         for digest in known.keys() - present:
             del known[digest]
 
