@@ -415,14 +415,14 @@ class DirectProducer:
                     raise JobIdReused(409, ProblemDetails(code="JOB_ID_REUSED", detail=detail))
 
 
-def _is_same_job(first: bytes, second: bytes) -> bool:
+def _is_same_job(asked: bytes, known: bytes) -> bool:
     """Return True if two signed jobs were made for the same call.
 
     Their MACs differ after a rotation of the keys, their delays if the call names a time, and their
     fields if another release has made one of them.
     """
-    one, other = (msgspec.json.decode(body.partition(b" ")[2]) for body in (first, second))
-    return all(one[name] == other[name] for name in one.keys() & other.keys() - {"delay"})
+    ours, theirs = (msgspec.json.decode(body.partition(b" ")[2]) for body in (asked, known))
+    return all(ours[name] == theirs[name] for name in ours.keys() & theirs.keys() - {"delay"})
 
 
 def _groups(calls: Sequence[DirectCall]) -> list[Sequence[DirectCall]]:
