@@ -20,7 +20,7 @@ class SecretMissing(BerthError, code="JOB_SECRET_MISSING"):
 
 
 class Announcement:
-    """One runner's types. They are announced each time it registers."""
+    """Announces one runner's types each time it registers."""
 
     def __init__(self, config: RunnerConfig, manifest: bytes, log: Log) -> None:
         """Raises `SecretMissing`."""
