@@ -5,6 +5,7 @@ daily count may be off by a few.
 """
 
 import time
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from datetime import UTC, date, datetime
 from decimal import Decimal
@@ -15,12 +16,14 @@ from infra.database.engine import Database
 from infra.database.orders.acceptance import NO_BOUNDS, NewOrder, OrderBounds
 from infra.database.orders.checks import CheckedTerms
 from infra.database.trading import limits as trading_limits
+from infra.database.trading.instruments import find_futures
 from infra.database.trading.limits import AccountUsage
 from infra.market import calendar, instruments
 from infra.market.instruments import SymbolTerms
 from infra.settings import Settings
 from worker_runtime.protocol import errors
 from worker_runtime.protocol.broker_record import MarketRule, Plugin, terms_of
+from worker_runtime.protocol.contract_codes import is_rolling, is_single_future
 from worker_runtime.protocol.installed_brokers import market_of
 from worker_runtime.protocol.order_terms import ODD_LOTS, OpenClose, OrderLot, Side
 
@@ -105,7 +108,7 @@ class PreTradeChecks:
         if usage is None or order.price is None:
             return order
         plugin, _ = market_of(usage.broker, usage.broker_type)
-        terms, _ = await self._find_terms(order, plugin)
+        terms, _ = await self._find_terms(order.symbol, plugin)
         around = terms.prices_around(order.price) if terms is not None else None
         if around is None:
             return order
@@ -113,42 +116,66 @@ class PreTradeChecks:
         price = down if order.side == Side.BUY else up
         return replace(order, price=price) if price > 0 else order
 
+    async def find_symbol(self, symbol: str, plugin: Plugin) -> SymbolTerms | None:
+        """Returns what is known of a broker's symbol; None: there is no such symbol. Raises
+        `DatabaseUnavailable`."""
+        terms, _ = await self._find_terms(symbol, plugin)
+        return terms
+
+    async def find_futures(self, product: str, plugin: Plugin) -> Mapping[str, date]:
+        """Returns the futures of a product that the broker lists, with their last days; none
+        without a recent list. Raises `DatabaseUnavailable`."""
+        loaded = await self._loaded.find(plugin.record.name, product)
+        markets = self._listed_markets(loaded, plugin)
+        if not markets:
+            return {}
+        listed = await self._database.read(find_futures, plugin.record.name, markets, product)
+        return {code: day for code, day in listed.items() if is_single_future(code, product)}
+
     async def _find_terms(
-        self, order: CheckedTerms, plugin: Plugin
+        self, symbol: str, plugin: Plugin
     ) -> tuple[SymbolTerms | None, LoadedInstrument]:
-        """Returns what is known of the order's symbol (None: there is no such symbol), and what the
+        """Returns what is known of a symbol (None: there is no such symbol), and what the
         broker's list says of it."""
-        loaded = await self._loaded.find(plugin.record.name, order.symbol)
+        loaded = await self._loaded.find(plugin.record.name, symbol)
         # The operator's symbols file covers only the home markets.
         symbols = instruments.Instruments() if plugin.distribution else self._instruments
         terms = symbols.find(
-            order.symbol,
+            symbol,
             plugin.record.markets,
             loaded.instrument,
-            has_table=self._is_recent(loaded, plugin),
+            listed_markets=() if loaded.instrument else self._listed_markets(loaded, plugin),
         )
         return terms, loaded
 
-    def _is_recent(self, loaded: LoadedInstrument, plugin: Plugin) -> bool:
-        """Returns True if the list is at most `MAX_LIST_AGE_TRADING_DAYS` old, so that it decides
-        which codes exist."""
-        if loaded.list_day is None:
+    def _listed_markets(self, loaded: LoadedInstrument, plugin: Plugin) -> Collection[str]:
+        """Returns the markets whose list decides which codes exist."""
+        return {
+            market
+            for market, list_day in loaded.list_days.items()
+            if self._is_recent(market, list_day, plugin)
+        }
+
+    def _is_recent(self, market: str, list_day: date, plugin: Plugin) -> bool:
+        """Returns True if the market's list is at most `MAX_LIST_AGE_TRADING_DAYS` old."""
+        rule = plugin.record.markets.get(market)
+        if rule is None:
             return False
-        name, market = next(iter(plugin.record.markets.items()))
-        days = self._calendars.find(plugin.record.name, name)
-        today = datetime.now(calendar.zone_of_market(market.zone)).date()
+        days = self._calendars.find(plugin.record.name, market)
+        oldest = datetime.now(calendar.zone_of_market(rule.zone)).date()
         for _ in range(MAX_LIST_AGE_TRADING_DAYS):
-            today = days.trading_day_before(today) if days is not None else today
-        return loaded.list_day >= today
+            oldest = days.trading_day_before(oldest) if days is not None else oldest
+        return list_day >= oldest
 
     async def _check_symbol(
         self, new: CheckedTerms, plugin: Plugin, market: MarketRule
     ) -> Decimal | None:
         """Checks the order's symbol and price. Returns the value of a quantity of 1 at a price of
         1; None if it is not known."""
-        terms, loaded = await self._find_terms(new, plugin)
+        terms, loaded = await self._find_terms(new.symbol, plugin)
         if terms is None:
-            if self._applies_to(self._settings.check_symbols, plugin):
+            # What is held may be closed, though the list lacks it: the broker decides.
+            if self._applies_to(self._settings.check_symbols, plugin) and not new.reduce_only:
                 raise errors.UnknownSymbol(f"There is no symbol {new.symbol}. Check its code.")
             return None
         if loaded.instrument is not None:
@@ -246,7 +273,9 @@ def _refuse_ended(symbol: str, terms: SymbolTerms, market: MarketRule, local: da
     """Raises `InstrumentExpired` after the close of the last trading day. `local`: the market's
     time."""
     last = terms.expires_on
-    if last is not None and local >= datetime.combine(last, market.day.closes, local.tzinfo):
+    if last is None or local < datetime.combine(last, market.day.closes, local.tzinfo):
+        return
+    if not is_rolling(symbol):  # which continues with the next contract
         raise errors.InstrumentExpired(
             f"{symbol} traded until {last:%Y-%m-%d}. Order a contract that trades."
         )
@@ -264,7 +293,8 @@ def _refuse_between_steps(symbol: str, price: Decimal, terms: SymbolTerms) -> No
         )
     raise errors.PriceOffTick(
         f"{price:f} is between two steps of the prices of {symbol}. The next prices are {down:f}"
-        f" and {up:f}. Send one of these, or set `price_rounding` to `passive`."
+        f" and {up:f}. Send one of these, or set `price_rounding` to `passive` (of a webhook:"
+        " `safe`)."
     )
 
 
