@@ -33,7 +33,13 @@ from temporalio.service import RPCError
 from activities.pool.sizing import ensure_pool
 from infra import tasks
 from infra.database.engine import Database, DatabaseUnavailable
-from infra.database.entities import Finding, FindingState, record_finding, resume_others
+from infra.database.entities import (
+    Finding,
+    FindingState,
+    finding_of,
+    record_finding,
+    resume_others,
+)
 from infra.database.locks import MAX_SILENCE_S, lead, send_sign_of_life
 from infra.database.orders import watch as order_watch
 from infra.database.workers import pools
@@ -78,6 +84,16 @@ class _Gaps:
     outdated: dict[str, LiveAssignment]
     #: The pool has more workers than it wants, for a rollout that does not run.
     surplus: bool
+
+
+def _missing_pool(pool: str, reason: str) -> Finding:
+    return Finding(
+        entity=names.worker_pool_id(pool),
+        kind="pool",
+        state=FindingState.MISSING,
+        reason=reason,
+        subject=f"pool:{pool}",
+    )
 
 
 @dataclass(eq=False, repr=False)
@@ -134,21 +150,18 @@ class EntityRestorer:
         pool, entity = self.settings.pool, names.worker_pool_id(self.settings.pool)
         seen = await read_execution(self.temporal, entity)
         if seen is not None and seen.is_open:
-            return await self._report_pauses([seen], "pool", f"pool:{pool}")
+            finding = await self.database.fetch(finding_of, entity)
+            if finding is not None and finding[0] == FindingState.MISSING:
+                # It was started, and its report failed; or somebody else has started it.
+                await self._rebuilt(_missing_pool(pool, finding[1]))
+            await self._report_pauses([seen], "pool", f"pool:{pool}")
+            return
         if seen is None and await self.database.fetch(pools.read_pool, pool) is None:
-            return None  # it has never run: the start of the orchestrator is not over
-        why = await explain_end(self.temporal, entity, seen)
-        missing = Finding(
-            entity=entity,
-            kind="pool",
-            state=FindingState.MISSING,
-            reason=why,
-            subject=f"pool:{pool}",
-        )
+            return  # it has never run: the start of the orchestrator is not over
+        missing = _missing_pool(pool, await explain_end(self.temporal, entity, seen))
         await self._record(missing)
         await ensure_pool(self.temporal, self.settings, patience=RPC_TIMEOUT)
         await self._rebuilt(missing)
-        return None
 
     async def look_at_schedules(self) -> None:
         """Makes schedules anew that somebody deleted. Raises `RPCError`."""

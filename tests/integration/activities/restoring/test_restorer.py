@@ -21,7 +21,7 @@ from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 from activities.events.recorder import TimelineActivity
 from activities.orchestrator.restorer import EntityRestorer
 from activities.pool.sizing import ensure_pool
-from infra.database.entities import FindingState, finding_of
+from infra.database.entities import Finding, FindingState, finding_of, record_finding
 from infra.local.servers import TemporalServer
 from infra.settings import Settings
 from infra.temporal import executions
@@ -265,6 +265,29 @@ async def test_a_pool_comes_back_with_what_operators_had_set(
 async def _known_pool(harness: OrchestratorHarness, target: int) -> PoolView | None:
     view = await harness.pool_view()
     return view if view.target == target and view.ready == target else None
+
+
+async def test_a_pool_that_came_back_without_its_report_is_no_longer_missing(
+    harness: OrchestratorHarness,
+) -> None:
+    """The workflow was started, and did not answer in time; or the process died then."""
+    pool = names.worker_pool_id(POOL)
+    missing = Finding(
+        entity=pool,
+        kind="pool",
+        state=FindingState.MISSING,
+        reason="terminated by a test",
+        subject=f"pool:{POOL}",
+    )
+    async with harness.harness.database.session() as session:
+        await record_finding(session, missing)
+    for _ in range(2):
+        await harness.restorer.look_at_pool()
+    assert await harness.finding(pool) == (FindingState.REBUILT, "terminated by a test")
+    audit = await harness.harness.sql(
+        f"select action from audit_trail where subject = 'pool:{POOL}' order by id"  # noqa: S608
+    )
+    assert audit == [("workflow.missing",), ("workflow.rebuilt",)]
 
 
 async def test_a_pool_that_was_reset_to_its_first_event_keeps_what_was_set_since(
