@@ -115,6 +115,11 @@ class OrchestratorHarness:
         assert isinstance(message, ReleaseClaim)
         self.harness.launcher.end(worker.task_id, 0, "released")
 
+    def another_pools_restorer(self) -> EntityRestorer:
+        settings = self.settings.model_copy(update={"pool": "another"})
+        starter = self.restorer.starter
+        return EntityRestorer(self.harness.database, self.temporal, starter, settings, 0.2)
+
     async def finding(self, entity: str) -> tuple[str, str] | None:
         row = await self.harness.database.fetch(finding_of, entity)
         return None if row is None else row[:2]
@@ -130,7 +135,13 @@ async def harness(
 ) -> AsyncIterator[OrchestratorHarness]:
     temporal = await Client.connect(temporal_server.address, interceptors=[PausedQueries()])
     settings = harness.settings.model_copy(
-        update={"pool_target": 2, "maintenance_period": 60.0, "morning_at": "", "report_at": ""}
+        update={
+            "pool_target": 2,
+            "maintenance_period": 60.0,
+            "morning_at": "",
+            "report_at": "",
+            "entity_period": 0.2,
+        }
     )
     timeline = TimelineActivity(harness.database)
     activities: list[Callable[..., Any]] = [
@@ -641,6 +652,50 @@ async def test_a_paused_workflow_is_reported_and_stays_paused(harness: Orchestra
         assert finding is not None
         assert finding[0] == FindingState.RESUMED
     assert (await harness.user_view(user)).worker == worker
+
+
+async def test_a_paused_pool_is_not_resumed_by_the_restorer_of_another_pool(
+    harness: OrchestratorHarness,
+) -> None:
+    await ensure_schedules(harness.temporal, harness.settings)
+    schedule = harness.temporal.get_schedule_handle(names.MAINTENANCE_SCHEDULE)
+    await schedule.pause(note="by an operator")
+    pool = names.worker_pool_id(POOL)
+    await pause(harness.temporal, pool)
+    other = harness.another_pools_restorer()
+    for restorer in (harness.restorer, other) * 2:
+        await restorer.look_at_pool()
+        await restorer.look_at_schedules()
+        await restorer.look_at_runs()
+    audit = await harness.harness.sql("select action, subject from audit_trail order by id")
+    assert audit == [
+        ("workflow.paused", f"pool:{POOL}"),
+        ("schedule.paused", f"schedule:{names.MAINTENANCE_SCHEDULE}"),
+    ]
+    await unpause(harness.temporal, pool)
+
+
+async def test_of_the_restorers_of_two_pools_one_reports_a_run_that_was_ended(
+    harness: OrchestratorHarness,
+) -> None:
+    await ensure_schedules(harness.temporal, harness.settings)
+    run = await harness.temporal.start_workflow(
+        names.MORNING, id="morning-2027-01-15", task_queue="nobody-serves-it"
+    )
+    restorers = (harness.restorer, harness.another_pools_restorer())
+    loops = [asyncio.create_task(restorer.run()) for restorer in restorers]
+
+    async def seen_by(count: int) -> bool:
+        return [restorer.watches(run.id) for restorer in restorers].count(True) == count
+
+    await until(lambda: seen_by(2), "look of both restorers")
+    await run.terminate(reason="by a test")
+    await until(lambda: seen_by(0), "look of both restorers")
+    for loop in loops:
+        loop.cancel()
+    await asyncio.gather(*loops, return_exceptions=True)
+    audit = await harness.harness.sql("select action, subject from audit_trail")
+    assert audit == [("workflow.ended", f"workflow:{run.id}")]
 
 
 async def test_nothing_is_reported_while_everything_runs(harness: OrchestratorHarness) -> None:
