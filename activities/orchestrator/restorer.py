@@ -180,9 +180,10 @@ class EntityRestorer:
         if not self._reports_all:
             return
         for schedule_id, make_schedule in SCHEDULES.items():
-            if make_schedule(self.settings) is None:
-                continue
             entity = f"schedule:{schedule_id}"
+            if make_schedule(self.settings) is None:
+                await self._resumed([entity])
+                continue
             handle = self.temporal.get_schedule_handle(schedule_id)
             seen = await unless_missing(handle.describe(rpc_timeout=RPC_TIMEOUT))
             if seen is None:

@@ -21,7 +21,13 @@ from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 from activities.events.recorder import TimelineActivity
 from activities.orchestrator.restorer import EntityRestorer
 from activities.pool.sizing import ensure_pool
-from infra.database.entities import Finding, FindingState, finding_of, record_finding
+from infra.database.entities import (
+    Finding,
+    FindingState,
+    finding_of,
+    present_findings,
+    record_finding,
+)
 from infra.local.servers import TemporalServer
 from infra.settings import Settings
 from infra.temporal import executions
@@ -490,6 +496,21 @@ async def test_a_schedule_that_was_deleted_comes_back_and_one_that_is_paused_sta
     finding = await harness.finding(entity)
     assert finding is not None
     assert finding[0] == FindingState.RESUMED
+
+
+async def test_a_paused_schedule_that_is_switched_off_is_no_longer_reported(
+    harness: OrchestratorHarness,
+) -> None:
+    await ensure_schedules(harness.temporal, harness.settings)
+    await harness.temporal.get_schedule_handle(names.MAINTENANCE_SCHEDULE).pause()
+    await harness.restorer.look_at_schedules()
+    paused = await harness.harness.database.fetch(present_findings)
+    assert [finding.entity for finding in paused] == [f"schedule:{names.MAINTENANCE_SCHEDULE}"]
+    # As after a restart with the setting changed.
+    harness.restorer.settings = harness.settings.model_copy(update={"maintenance_period": 0.0})
+    await ensure_schedules(harness.temporal, harness.restorer.settings)
+    await harness.restorer.look_at_schedules()
+    assert await harness.harness.database.fetch(present_findings) == []
 
 
 async def test_a_rollout_that_was_ended_is_reported_and_leaves_no_extra_workers(
