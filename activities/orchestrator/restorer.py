@@ -70,7 +70,18 @@ MAX_CONCURRENT_REPAIRS = 20
 MAX_ORDERS_PER_LOOK = 1000
 #: Runs that nobody starts again by themselves when somebody ended them.
 RUNS = (names.MORNING, names.STATEMENTS, names.DAILY_REPORT, names.ROLLOUT)
-_KINDS = {names.USER_WORKER: "user", names.ORDER: "order", **dict.fromkeys(RUNS, "run")}
+#: Runs that come again by themselves: only a pause is reported, which holds the next ones up.
+_REPEATED_RUNS = (
+    names.MAINTENANCE,
+    names.MAINTENANCE_BATCH,
+    names.INSTRUMENTS,
+    names.INSTRUMENT_LOAD,
+)
+_KINDS = {
+    names.USER_WORKER: "user",
+    names.ORDER: "order",
+    **dict.fromkeys(RUNS + _REPEATED_RUNS, "run"),
+}
 #: Ends that somebody caused. Failures are dead letters.
 _BY_HAND = ("cancelled", "terminated", "")
 

@@ -675,6 +675,34 @@ async def test_a_paused_workflow_is_reported_and_stays_paused(harness: Orchestra
     assert (await harness.user_view(user)).worker == worker
 
 
+@pytest.mark.parametrize("kind", [names.MAINTENANCE, names.INSTRUMENT_LOAD])
+async def test_a_paused_pass_of_maintenance_is_reported(
+    harness: OrchestratorHarness, kind: str
+) -> None:
+    run = await harness.temporal.start_workflow(
+        kind, id=f"{kind}-of-a-test", task_queue="nobody-serves-it"
+    )
+    await pause(harness.temporal, run.id)
+
+    async def is_listed_as_paused() -> bool:
+        runs = await executions.list_open(harness.temporal, (kind,))
+        return [seen.workflow_id for seen in runs if seen.is_paused] == [run.id]
+
+    await until(is_listed_as_paused, "pause in Temporal's index")
+    await harness.restorer.look_at_runs()
+    assert await harness.finding(run.id) == (FindingState.PAUSED, "paused in Temporal")
+    await run.terminate()
+
+    async def is_unlisted() -> bool:
+        return not await executions.list_open(harness.temporal, (kind,))
+
+    await until(is_unlisted, "end in Temporal's index")
+    await harness.restorer.look_at_runs()
+    finding = await harness.finding(run.id)
+    assert finding is not None
+    assert finding[0] == FindingState.RESUMED
+
+
 async def test_a_paused_pool_is_not_resumed_by_the_restorer_of_another_pool(
     harness: OrchestratorHarness,
 ) -> None:
