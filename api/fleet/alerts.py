@@ -224,6 +224,15 @@ CONDITIONS = (
         "valkey",
     ),
     Condition(
+        "berth_valkey_unlimited",
+        {},
+        0.5,
+        300,
+        "Valkey has no maxmemory: new orders are not refused before its host's memory is full, and "
+        "the kernel ends it then; `berth doctor valkey-memory`",
+        "valkey",
+    ),
+    Condition(
         "berth_clock_offset_seconds",
         {},
         measures.MAX_CLOCK_OFFSET_S,
@@ -305,7 +314,8 @@ CONDITIONS = (
         {},
         ALERT_ABOVE_SHARE,
         30,
-        "Valkey's memory is {value:.0%} full; above 85% new orders and claims are refused",
+        "Valkey's memory is {value:.0%} full; above 85% of its maxmemory new orders and claims are "
+        "refused",
         "valkey",
     ),
     Condition("berth_users", {"state": "Parked"}, 0, 0, "{value:.0f} users are parked", "temporal"),
