@@ -146,13 +146,15 @@ def check(
     lots.
 
     In simulation unless --production is given. Exit code 0: no step failed, perhaps with warnings;
-    1: a step failed; 2: the login failed; 3: an order may still work, cancel it by hand.
+    1: a step failed, or what was seen could not be stored; 2: the login failed; 3: an order may
+    still work, cancel it by hand.
     """
     broker, broker_type, symbol = what_to_check(broker, broker_type, symbol)
     if production:
         bought = "" if partial is None else f", and one of {partial} that is to be filled in part"
         typed = typer.prompt(
-            f"Real orders of up to 3 lots of {symbol}{bought}. Type the account's id to continue",
+            f"Real orders of up to 3 lots of {symbol} at {price or 'limit down'}{bought}. "
+            "Type the account's id to continue",
             err=True,
         )
         if typed != account:
@@ -181,10 +183,9 @@ def check(
     shows_progress = sys.stderr.isatty()
     steps = run_check(request, show_progress if shows_progress else None)
     meanings = seen_meanings(steps)
-    if fixtures is not None:
-        write_fixtures(fixtures, request, steps)
-    if store and meanings:
-        asyncio.run(store_meanings(settings.database_url, steps, actor=f"cli:{getpass.getuser()}"))
+    stored, failures = keep_results(
+        settings.database_url, request, steps, fixtures=fixtures, store=store
+    )
     rows = [msgspec.to_builtins(step) for step in steps]
     confirmed = [msgspec.to_builtins(meaning) for meaning in meanings]
 
@@ -195,16 +196,17 @@ def check(
             kind = "futures" if meaning.futures else f"lot {meaning.lot.value}"
             out.print(
                 f"{kind}: a changed quantity means "
-                f"{meaning.meaning.value}{'; stored' if store else ''}"
+                f"{meaning.meaning.value}{'; stored' if stored else ''}"
             )
 
     report = {
         "simulation": request.simulation,
         "steps": rows,
         "confirmed": confirmed,
-        "stored": store,
+        "stored": stored,
     }
-    return CommandAnswer(report, draw, exit_code=exit_code_of(steps))
+    exit_code = exit_code_of(steps) or (FAILED if failures else 0)
+    return CommandAnswer(report, draw, warning="\n".join(failures), exit_code=exit_code)
 
 
 def what_to_check(
@@ -303,6 +305,36 @@ def run_check(
 def seen_meanings(steps: Sequence[CheckStep]) -> list[SeenMeaning]:
     meanings = [step.evidence["meaning"] for step in steps if "meaning" in step.evidence]
     return [msgspec.convert(meaning, SeenMeaning) for meaning in meanings]
+
+
+def keep_results(
+    database_url: str,
+    request: CheckRequest,
+    steps: Sequence[CheckStep],
+    *,
+    fixtures: Path | None,
+    store: bool,
+) -> tuple[bool, list[str]]:
+    """Writes the fixtures and stores what was confirmed. Returns True if something was stored, and
+    a sentence for each of the two that failed: the report, which may name an order that still
+    works, is shown all the same."""
+    from sqlalchemy.exc import SQLAlchemyError
+
+    failures: list[str] = []
+    if fixtures is not None:
+        try:
+            write_fixtures(fixtures, request, steps)
+        except OSError as error:
+            failures.append(f"The fixtures were not written: {error}")
+    if not store or not seen_meanings(steps):
+        return False, failures
+    try:
+        asyncio.run(store_meanings(database_url, steps, actor=f"cli:{getpass.getuser()}"))
+    except (BerthError, SQLAlchemyError, OSError) as error:
+        reason = str(error).partition("\n")[0]
+        failures.append(f"What was confirmed is not stored. Check again: {reason}")
+        return False, failures
+    return True, failures
 
 
 async def store_meanings(database_url: str, steps: Sequence[CheckStep], *, actor: str) -> None:

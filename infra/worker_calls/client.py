@@ -99,38 +99,37 @@ class WorkerClient:
         """
         first_id, attempt = request.request_id, 1
         while True:
-            answer = await self._call_once(request, deadline, first_epoch, order, on_queued)
-            if answer is not None:
-                return answer
+            order_id = "" if isinstance(request, Query) else request.order_id
+            # First, because the worker may answer before `_enqueue` returns.
+            with self.answers.expect(
+                request.user_id, request.request_id, order_id, first_epoch
+            ) as answer:
+                queued = await self._enqueue(request, deadline, order)
+                if queued is not None:
+                    if on_queued is not None:
+                        on_queued()
+                    await _QueuedCall(self, request, queued, order, answer).wait(deadline)
+                    return answer.result()
             attempt += 1
             request = replace(request, request_id=f"{first_id}#{attempt}")
 
-    async def _call_once(
-        self,
-        request: Request,
-        deadline: float,
-        first_epoch: int,
-        order: StoredOrder | None,
-        on_queued: Callable[[], object] | None,
-    ) -> Answer | None:
-        """Makes the call under this id. Returns None if an earlier cancel with this id failed; the
-        caller tries another id."""
-        user_id, request_id = request.user_id, request.request_id
-        order_id = "" if isinstance(request, Query) else request.order_id
-        # First, because the worker may answer before `_enqueue` returns.
-        with self.answers.expect(user_id, request_id, order_id, first_epoch) as answer:
-            try:
-                queued = await self._enqueue(request, deadline, order)
-                if not queued.new:
-                    earlier = await self.answers.read_pending(request_id)
-                    if isinstance(request, CancelOrder) and await self._failed(request, earlier):
-                        return None
-            except RedisError as error:
-                raise _maybe_queued(request, error) from None
-            if on_queued is not None:
-                on_queued()
-            await self._wait(request, queued, answer, deadline + ANSWER_GRACE_S, order)
-            return answer.result()
+    async def _enqueue(
+        self, request: Request, deadline: float, order: StoredOrder | None
+    ) -> QueuedRequest | None:
+        """Queues the request. Returns None if an earlier cancel with this id failed: the caller
+        tries another id.
+
+        Raises `ClientOrderIdTaken`, `MemoryShort` and `ValkeyUnavailable`, as `call` says.
+        """
+        try:
+            queued = await self._enqueue_or_retry(request, deadline, order)
+            if not queued.new:
+                earlier = await self.answers.read_pending(request.request_id)
+                if isinstance(request, CancelOrder) and await self._failed(request, earlier):
+                    return None
+        except RedisError as error:
+            raise _maybe_queued(request, error) from None
+        return queued
 
     async def _failed(self, request: CancelOrder, earlier: Answer | None) -> bool:
         """Returns True if an earlier cancel under this id failed, or was never executed."""
@@ -138,7 +137,7 @@ class WorkerClient:
             return earlier.failure is not None
         return await self.queue.deadline_passed(request.user_id, request.request_id)
 
-    async def _enqueue(
+    async def _enqueue_or_retry(
         self, request: Request, deadline: float, order: StoredOrder | None
     ) -> QueuedRequest:
         """Queues the request; an order again if Valkey's reply was lost. A server queues an id only
@@ -162,119 +161,119 @@ class WorkerClient:
                     raise
             log.warning("enqueue_repeated", **_id_of(request), reason=reason)
 
-    async def _wait(
-        self,
-        request: Request,
-        queued: QueuedRequest,
-        answer: asyncio.Future[Answer],
-        until: float,
-        order: StoredOrder | None,
-    ) -> None:
+
+@dataclass(frozen=True, eq=False)
+class _QueuedCall:
+    """A request in the user's queue: waits for its answer, and withdraws it if none comes."""
+
+    client: WorkerClient
+    request: Request
+    queued: QueuedRequest
+    #: The row of the order that the request places.
+    order: StoredOrder | None
+    #: Gets the answer of the user's worker.
+    answer: asyncio.Future[Answer]
+
+    async def wait(self, deadline: float) -> None:
         """Returns when the answer is there. Raises `RequestWithdrawn` or `NoAnswer`."""
-        has_live_worker = queued.has_live_worker
+        until = deadline + ANSWER_GRACE_S
+        has_live_worker = self.queued.has_live_worker
         while True:
-            start_failure = await self._wait_for_answer(
-                request.user_id, queued, answer, until, has_live_worker=has_live_worker
-            )
-            if answer.done():
+            start_failure = await self._wait_for_answer(until, has_live_worker=has_live_worker)
+            if self.answer.done():
                 return
-            await self._withdraw(request, queued, start_failure or _timed_out(request), order)
-            if answer.done():
+            await self._withdraw(start_failure or _timed_out(self.request))
+            if self.answer.done():
                 return
             if start_failure is None:
                 raise NoAnswer
             has_live_worker = True  # a worker has the request: assume so until the next check
 
-    async def _wait_for_answer(
-        self,
-        user_id: str,
-        queued: QueuedRequest,
-        answer: asyncio.Future[Answer],
-        until: float,
-        *,
-        has_live_worker: bool,
-    ) -> BerthError | None:
-        """Waits for the answer until `until` (time.monotonic).
-        Returns an error if no worker can be started.
+    async def _wait_for_answer(self, until: float, *, has_live_worker: bool) -> BerthError | None:
+        """Waits for the answer until `until` (time.monotonic). Returns an error if no worker can be
+        started.
 
         `has_live_worker`: assume until the first check that the user has a live worker.
         """
-        pause = self.answers.seconds_until_look(queued)
+        pause = self.client.answers.seconds_until_look(self.queued)
         checks = 0
-        while not answer.done() and (seconds_left := until - time.monotonic()) > 0:
+        while not self.answer.done() and (seconds_left := until - time.monotonic()) > 0:
             if not has_live_worker:
-                error = await self._ensure_worker(user_id, answer, seconds_left)
+                error = await self._ensure_worker(seconds_left)
                 if error is not None:
                     return error
-            await asyncio.wait({answer}, timeout=min(pause, max(0.0, until - time.monotonic())))
+            seconds_left = max(0.0, until - time.monotonic())
+            await asyncio.wait({self.answer}, timeout=min(pause, seconds_left))
             pause = min(pause * 2, MARK_CHECK_INTERVAL_S)
-            if not answer.done():
+            if not self.answer.done():
                 checks += 1
                 # Only at checks 1, 2, 4, 8…: while the broker is away,
                 # orders wait in the queue on purpose.
                 ring = checks.bit_count() == 1
-                has_live_worker = await self._check_mark(
-                    user_id, queued.frame.request_id, ring=ring
-                )
+                has_live_worker = await self._check_mark(ring=ring)
         return None
 
-    async def _ensure_worker(
-        self, user_id: str, answer: asyncio.Future[Answer], timeout: float
-    ) -> BerthError | None:
-        """Starts a worker, and waits for it or for the answer.
-        Returns the error if none will start."""
-        task = self.starter.ensure(user_id, check_worker=True)
-        either: set[asyncio.Future[Any]] = {task, answer}
+    async def _ensure_worker(self, timeout: float) -> BerthError | None:
+        """Starts a worker, and waits for it or for the answer. Returns the error if none will
+        start."""
+        task = self.client.starter.ensure(self.request.user_id, check_worker=True)
+        either: set[asyncio.Future[Any]] = {task, self.answer}
         await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        if answer.done() or not task.done() or task.cancelled():
+        if self.answer.done() or not task.done() or task.cancelled():
             return None
         error = task.exception()
         if error is None or isinstance(error, BerthError):
             return error
         return BerthError("the worker could not be started")
 
-    async def _check_mark(self, user_id: str, request_id: str, *, ring: bool) -> bool:
-        """Returns True if the user has a live worker;
-        first reads the answer, which may have been missed.
+    async def _check_mark(self, *, ring: bool) -> bool:
+        """Returns True if the user has a live worker; first reads the answer, which may have been
+        missed.
 
         `ring`: also rings the doorbell again if the request still waits.
         """
+        queue = self.client.queue
         try:
-            await self.answers.read_pending(request_id)
-            return await (self.queue.ring_again if ring else self.queue.has_live_worker)(user_id)
+            await self.client.answers.read_pending(self.request.request_id)
+            return await (queue.ring_again if ring else queue.has_live_worker)(self.request.user_id)
         except RedisError:
             return True  # Valkey is away, so nothing is known: start no worker
 
-    async def _withdraw(
-        self, request: Request, queued: QueuedRequest, reason: BerthError, order: StoredOrder | None
-    ) -> None:
+    async def _withdraw(self, reason: BerthError) -> None:
         """Takes the request out of the queue and raises `RequestWithdrawn`.
 
         Returns without raising if a worker has or may have the request; the caller then reads its
         answer, if one is stored.
         """
-        withdrawal = withdrawal_of(request, reason)
+        withdrawal = withdrawal_of(self.request, reason)
         try:
-            if order is not None and await self.queue.may_have_lost_order(order.created_at):
+            if await self._may_be_lost():
                 return  # a worker may have had it: the sweeper settles the order
-            if not await self._try_to_withdraw(request.user_id, queued, withdrawal):
+            if not await self._try_to_withdraw(withdrawal):
                 # A worker has it, or an earlier attempt withdrew it and the reply was lost.
-                await self.answers.read_pending(request.request_id)
+                await self.client.answers.read_pending(self.request.request_id)
                 return
         except RedisError:
-            log.warning("withdraw_failed", **_id_of(request), code=reason.code)
+            log.warning("withdraw_failed", **_id_of(self.request), code=reason.code)
             return
         raise RequestWithdrawn(withdrawal, reason)
 
-    async def _try_to_withdraw(self, user_id: str, queued: QueuedRequest, answer: Answer) -> bool:
+    async def _may_be_lost(self) -> bool:
+        """Returns True if Valkey may have lost the order after it was queued."""
+        if self.order is None:
+            return False
+        return await self.client.queue.may_have_lost_order(self.order.created_at)
+
+    async def _try_to_withdraw(self, withdrawal: Answer) -> bool:
         """Withdraws the request from the queue; retries after a lost reply. The script is
         idempotent."""
+        user_id, frame = self.request.user_id, self.queued.frame
         for _ in range(MAX_WITHDRAW_ATTEMPTS - 1):
             try:
-                return await self.queue.withdraw(user_id, queued.frame, answer)
+                return await self.client.queue.withdraw(user_id, frame, withdrawal)
             except RedisError:
                 await asyncio.sleep(WITHDRAW_RETRY_INTERVAL_S)
-        return await self.queue.withdraw(user_id, queued.frame, answer)
+        return await self.client.queue.withdraw(user_id, frame, withdrawal)
 
 
 def withdrawal_of(request: Request, reason: BerthError) -> Answer:

@@ -23,8 +23,14 @@ from worker_runtime.brokers.shioaji.probe import ShioajiProbe
 from worker_runtime.process.clock import clock_is_synchronised
 from worker_runtime.process.log import silence_libraries
 from worker_runtime.protocol.broker_check import CheckOutcome, CheckRequest, CheckStep, SeenMeaning
+from worker_runtime.protocol.broker_record import QuantityChange
 from worker_runtime.protocol.broker_reports import BrokerOrder, OrderChanged
-from worker_runtime.protocol.errors import BerthError, OrderRejected
+from worker_runtime.protocol.errors import (
+    BerthError,
+    BrokerUnreachable,
+    OutcomeUnknown,
+    SessionDown,
+)
 from worker_runtime.protocol.installed_brokers import installed_brokers
 from worker_runtime.protocol.messages import (
     FINAL_ORDER_STATES,
@@ -40,12 +46,25 @@ from worker_runtime.protocol.requests import QuantityMeaning
 _CALL_TIMEOUT_S = 15.0
 #: Seconds between two looks at the broker's list: 25 queries in 5 s are allowed.
 _POLL_INTERVAL_S = 0.5
+#: Prices below this share of the reference price are far from the market. Limit down is 0.9 of it.
+_HIGHEST_SAFE_SHARE = Decimal("0.95")
 #: Quantity of an order that is changed, and the number that is sent:
 #: what stays tells the meanings apart.
 _ORDERED_QUANTITY, _SENT_QUANTITY = 3, 1
 #: Connections of a person at Shioaji,
 #: and days before the end of a certificate from which on it warns.
 _MAX_CONNECTIONS, _CERTIFICATE_WARNING_DAYS = 5, 30
+
+#: Why the meaning of quantity changes is not tried, by what the broker's record says of them.
+_WITHOUT_QUANTITY_STEP = {
+    QuantityChange.NEW_TOTAL: "the broker's record says that a changed quantity is the new total",
+    QuantityChange.REDUCE_BY: "the broker's record says that a changed quantity is taken off",
+    QuantityChange.UNSUPPORTED: "the broker's record says that quantities cannot be changed",
+    QuantityChange.CONFIRM: (
+        "this check cannot see what a changed quantity means at this broker, so changes of "
+        "quantities stay refused: say in its record what they mean"
+    ),
+}
 
 OpenBroker = Callable[[OnOrderChanged], Broker]
 
@@ -76,7 +95,9 @@ class BrokerCheck:
         self._changes: list[OrderChanged] = []
         self._broker: Broker | None = None
         self._evidence: dict[str, Any] = {}
-        self._placed: dict[str, str] = {}
+        #: The orders that may have reached the broker: the numbers that it gave them, by our tags.
+        #: '': it is not known whether it has the order.
+        self._sent: dict[str, str] = {}
 
     def run(self) -> list[CheckStep]:
         steps: list[CheckStep] = []
@@ -250,7 +271,7 @@ class BrokerCheck:
             listed = {order.broker_order_id for order in other.orders(_CALL_TIMEOUT_S).orders}
         finally:
             other.close()
-        seen = bool(listed & set(self._placed))
+        seen = bool(listed & set(self._sent.values()))
         self._evidence = {"sees_orders_of_others": seen}
         if not seen and not self._request.simulation:
             raise StepFailed(
@@ -266,7 +287,8 @@ class BrokerCheck:
         """Sends 1 for an order of 3: 2 stay where the number
         is taken off, 1 where it is the new total."""
         if not self._is_shioaji:
-            raise StepSkipped("this broker's quantity changes are known to mean a new total")
+            record = installed_brokers()[self._request.broker].record
+            raise StepSkipped(_WITHOUT_QUANTITY_STEP[record.quantity_change])
         with self._order(_ORDERED_QUANTITY, lot) as placed:
             self._await(placed, lambda order: order.state is OrderState.SUBMITTED, "be accepted")
             before = self._probe.show(placed.broker_order_id, _CALL_TIMEOUT_S)
@@ -362,23 +384,61 @@ class BrokerCheck:
         return self._probe.show(placed.broker_order_id, _CALL_TIMEOUT_S) if self._is_shioaji else {}
 
     def _check_nothing_left(self) -> str:
-        """Cancels what still works of our orders, and says what could not be."""
-        if not self._placed:
+        """Cancels what still works of our orders, and says what could not be.
+
+        Looks by their tags for orders of which nobody knows whether the broker has them.
+        """
+        if not self._sent:
             raise StepSkipped("no order was placed")
-        working = self._working()
-        for order in working:
-            try:
-                self._session.cancel(order.broker_order_id, _CALL_TIMEOUT_S)
-            except OrderRejected:
-                continue  # it has ended meanwhile
+        asked: set[str] = set()
         until = time.monotonic() + self._request.patience_s
-        while working and time.monotonic() < until:
+        while True:
+            working = [
+                order for order in self._list_of_ours() if order.state not in FINAL_ORDER_STATES
+            ]
+            missing = [tag for tag, broker_order_id in self._sent.items() if not broker_order_id]
+            if not working and not missing:
+                return f"none of {len(self._sent)} orders works any more"
+            for order in working:
+                if order.broker_order_id not in asked:
+                    asked.add(order.broker_order_id)
+                    # It may have ended meanwhile; whether it has, the next look shows.
+                    with suppress(BerthError):
+                        self._session.cancel(order.broker_order_id, _CALL_TIMEOUT_S)
+            if time.monotonic() >= until:
+                break
             time.sleep(_POLL_INTERVAL_S)
-            working = self._working()
-        if working:
-            ids = ", ".join(order.broker_order_id for order in working)
-            raise StepFailed(f"still working, cancel by hand: {ids}")
-        return f"none of {len(self._placed)} orders works any more"
+        ids = [f"{order.broker_order_id} (tag {order.tag})" for order in working]
+        tags = [f"an order with the tag {tag}, which the broker does not list" for tag in missing]
+        raise StepFailed(f"may still work, cancel by hand: {', '.join(ids + tags)}")
+
+    def _list_of_ours(self) -> list[BrokerOrder]:
+        """Returns our orders as the broker lists them, and notes the numbers that were not known.
+
+        Logs in again if the session has ended. Raises `StepFailed`, which names the orders, if the
+        broker does not list any.
+        """
+        try:
+            try:
+                listed = self._session.orders(_CALL_TIMEOUT_S).orders
+            except (SessionDown, BrokerUnreachable):
+                self._session.close()
+                self._log_in()
+                listed = self._session.orders(_CALL_TIMEOUT_S).orders
+        except BerthError as error:
+            raise StepFailed(
+                f"{error.code}: {error.detail}. Look at the broker for orders with the tags "
+                f"{', '.join(self._sent)}: they may still work"
+            ) from None
+        ours = [
+            order
+            for order in listed
+            if order.broker_order_id in self._sent.values() or order.tag in self._sent
+        ]
+        for order in ours:
+            if order.tag in self._sent:
+                self._sent[order.tag] = order.broker_order_id
+        return ours
 
     # --- inside -----------------------------------------------------------------------------------
 
@@ -405,37 +465,55 @@ class BrokerCheck:
     ) -> Iterator[BrokerOrder]:
         """Places an order far from the market, or at a price,
         and cancels it at the end if it still works."""
+        is_partial = price is not None
         price = self._request.price if price is None else price
         if price is None and self._is_shioaji:
             price = self._probe.limit_down(self._request.symbol)
         if price is None:
             raise StepFailed("no price far from the market is known: give one with --price")
+        if not is_partial:
+            self._check_far_below(price)
         tag = f"ck{secrets.token_hex(2)}"
-        placed = self._session.place(
-            PlaceOrder(
-                request_id=tag,
-                order_id=tag,
-                user_id="check",
-                account_id=self._request.account,
-                symbol=self._request.symbol,
-                side=Side.BUY,
-                quantity=quantity,
-                price_type=PriceType.LIMIT,
-                price=price,
-                time_in_force=TimeInForce.ROD,
-                tag=tag,
-                lot=lot,
-                reply_to="",
-                generation="",
-            ),
-            _CALL_TIMEOUT_S,
+        order = PlaceOrder(
+            request_id=tag,
+            order_id=tag,
+            user_id="check",
+            account_id=self._request.account,
+            symbol=self._request.symbol,
+            side=Side.BUY,
+            quantity=quantity,
+            price_type=PriceType.LIMIT,
+            price=price,
+            time_in_force=TimeInForce.ROD,
+            tag=tag,
+            lot=lot,
+            reply_to="",
+            generation="",
         )
-        self._placed[placed.broker_order_id] = tag
+        session = self._session
+        self._sent[tag] = ""  # before it is sent: no answer may come
+        try:
+            placed = session.place(order, _CALL_TIMEOUT_S)
+        except OutcomeUnknown:
+            raise
+        except BerthError:
+            del self._sent[tag]  # nothing was sent, or the broker refused it
+            raise
+        self._sent[tag] = placed.broker_order_id
         try:
             yield placed
         finally:
             with suppress(BerthError):  # it has ended; the last step says so if it has not
                 self._session.cancel(placed.broker_order_id, _CALL_TIMEOUT_S)
+
+    def _check_far_below(self, price: Decimal) -> None:
+        """Raises `StepFailed` if an order to buy at this price might be filled."""
+        reference = self._session.reference_price(self._request.symbol)
+        if reference is not None and price >= reference * _HIGHEST_SAFE_SHARE:
+            raise StepFailed(
+                f"{price} is too near to the reference price {reference}: an order to buy might be "
+                f"filled. Give a --price below {reference * _HIGHEST_SAFE_SHARE}, or none"
+            )
 
     def _await(
         self, placed: BrokerOrder, enough: Callable[[BrokerOrder], bool], goal: str
@@ -454,14 +532,6 @@ class BrokerCheck:
                     f"the order did not {goal} in {self._request.patience_s:.0f} s: it {state}"
                 )
             time.sleep(min(_POLL_INTERVAL_S, max(0.01, until - time.monotonic())))
-
-    def _working(self) -> list[BrokerOrder]:
-        listed = self._session.orders(_CALL_TIMEOUT_S).orders
-        return [
-            order
-            for order in listed
-            if order.broker_order_id in self._placed and order.state not in FINAL_ORDER_STATES
-        ]
 
     def _events_of(self, placed: BrokerOrder) -> list[dict[str, Any]]:
         return [

@@ -184,6 +184,33 @@ def test_a_simulation_confirms_itself_only_and_warns_of_what_it_cannot_show() ->
     assert seen.simulation
 
 
+def test_an_order_of_unknown_outcome_is_looked_for_and_cancelled() -> None:
+    stage = stage_of()
+    stage.drop_next(ACCOUNT)
+    steps = check(stage)
+    assert "OUTCOME_UNKNOWN" in steps["place and cancel"].detail
+    assert steps["nothing left"].outcome is PASSED, steps["nothing left"]
+    assert [row.status for row in stage.market.rows] == ["Cancelled"]
+    assert command.exit_code_of(list(steps.values())) == command.FAILED
+
+
+def test_an_order_that_the_broker_does_not_list_is_named_and_the_exit_code_says_it_may_work() -> (
+    None
+):
+    stage = stage_of(own_orders_only=True)
+    stage.drop_next(ACCOUNT)
+    steps = check(stage)
+    assert "tag ck" in steps["nothing left"].detail, steps
+    assert command.exit_code_of(list(steps.values())) == command.LEFT_WORKING
+
+
+def test_a_price_near_the_market_is_refused_before_anything_is_sent() -> None:
+    stage = stage_of(reference=100.0)
+    assert "too near" in check(stage, price=Decimal(99))["place and cancel"].detail
+    assert stage.market.rows == []
+    assert check(stage, price=Decimal(90))["place and cancel"].outcome is PASSED
+
+
 def test_without_orders_nothing_is_sent() -> None:
     stage = stage_of()
     assert "place and cancel" not in check(stage, orders=False)
@@ -217,6 +244,24 @@ def test_what_it_writes_down_names_nobody_and_can_be_read_again(tmp_path: Path) 
     order.id, order.custom_field, order.account = "1", "", None
     recorded = SimpleNamespace(contract=SimpleNamespace(code="2330"), order=order, status=status)
     assert mapping.order_of(recorded).quantity == seen["left"] == 2
+
+
+def test_what_cannot_be_stored_or_written_is_a_sentence_besides_the_report(tmp_path: Path) -> None:
+    steps = list(check(stage_of()).values())
+    assert command.seen_meanings(steps)
+    folder = tmp_path / "a file"
+    folder.write_text("")
+    nowhere = "postgresql+asyncpg://berth@127.0.0.1:1/berth"
+    stored, failures = command.keep_results(
+        nowhere, request_of(), steps, fixtures=folder, store=True
+    )
+    assert not stored
+    assert [failure.partition(":")[0] for failure in failures] == [
+        "The fixtures were not written",
+        "What was confirmed is not stored. Check again",
+    ]
+    unasked = command.keep_results(nowhere, request_of(), steps, fixtures=None, store=False)
+    assert unasked == (False, [])
 
 
 def test_it_runs_against_the_paper_exchange_in_a_process_of_its_own(

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, timezone
 from decimal import Decimal
 from types import SimpleNamespace
 from typing import Any
@@ -75,6 +75,8 @@ class MarketBehaviour:
     offered: dict[str, tuple[Decimal, int]] = field(default_factory=dict)
     #: Open connections that the broker counts besides ours.
     other_connections: int = 0
+    #: Reference price of today of every contract; None: the contracts' info does not say it.
+    reference: float | None = None
 
 
 @dataclass
@@ -485,7 +487,11 @@ class MarketClient(BoundToSdk):
         return REAL.BaseContract(security_type, "TAIFEX" if future else "TSE", shown)
 
     def _info(self, base: Any) -> Any:
-        return SimpleNamespace(code=base.code, reference=None, update_date=None)
+        reference = self._market.behaviour.reference
+        today = datetime.now(timezone(timedelta(hours=8))).date().isoformat()
+        return SimpleNamespace(
+            code=base.code, reference=reference, update_date=None if reference is None else today
+        )
 
 
 class ShioajiMarketStage:
