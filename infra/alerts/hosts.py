@@ -35,7 +35,7 @@ async def write_report(client: Redis, process: str, host: str, samples: list[Hos
     `RedisError`."""
     report = HostReport(host, await read_clock(client) / 1000, samples)
     async with client.pipeline(transaction=True) as pipe:
-        pipe.hset(keys.HOST_REPORTS, process, msgspec.json.encode(report))  # type: ignore[arg-type]
+        pipe.hset(keys.HOST_REPORTS, process, msgspec.json.encode(report))
         pipe.expire(keys.HOST_REPORTS, _KEY_LIFE_S)
         await pipe.execute()
 

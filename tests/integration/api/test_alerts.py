@@ -493,7 +493,7 @@ async def test_a_host_that_reports_no_more_is_forgotten(valkey_client: Redis) ->
     full = [HostSample("berth_disk_free_bytes", {"folder": "/data"}, 1)]
     for host, at in (("present", now - 10), ("gone", now - 60)):
         report = msgspec.json.encode(HostReport(host, at, full))
-        await reply_of(client.hset(keys.HOST_REPORTS, host, report))  # type: ignore[arg-type]
+        await reply_of(client.hset(keys.HOST_REPORTS, host, report))
     await reply_of(client.hset(keys.HOST_REPORTS, "garbage", "{"))
     assert [report.host for report in await read_reports(client, now)] == ["present"]
     assert await reply_of(client.hkeys(keys.HOST_REPORTS)) == [b"present"]

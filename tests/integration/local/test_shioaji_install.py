@@ -322,7 +322,11 @@ def test_a_pip_configuration_for_other_projects_does_not_break_setup(
         )
         assert done.returncode == 0, done.stderr
         code = "import sys, backend, importlib.metadata as m; print(sys.prefix, backend.__file__, "
-        asked = [folder / ".venv" / "bin" / "python", "-c", f"{code}m.version('shioaji'), sep='|')"]
+        asked = [
+            str(folder / ".venv" / "bin" / "python"),
+            "-c",
+            f"{code}m.version('shioaji'), sep='|')",
+        ]
         answer = subprocess.run(
             asked, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
         )

@@ -48,7 +48,7 @@ def test_what_was_not_measured_is_left_out() -> None:
     assert judged["kill -9 to the next start, beyond the lease (s)"]["met"]
     keepers = "100 jobs a child, times the fastest peer that keeps jobs"
     assert keepers not in judged
-    every = {"peers": {peer: {} for peer in OTHER_PEERS}}
+    every: dict[str, Any] = {"peers": {peer: {} for peer in OTHER_PEERS}}
     slow = aims.judge(
         aims.AIMS["jobs"], jobs | every | {"times_fastest_keeper": {"1": 1.2, "2": 0.97}}
     )
