@@ -188,8 +188,8 @@ async def connect_again(request: ConnectRequest) -> ClaimResult:
 
 
 async def stop_worker(request: StopWorker) -> Stopped:
-    """Returns when the launcher confirms the end:
-    nothing else lets another worker connect (one-owner).
+    """Returns when the worker's end is certain: the launcher confirmed it, or the epoch was fenced
+    and its lease has run out. Only then may another worker connect (one-owner).
 
     `STOP_TIMEOUT_S` beyond the grace: the launcher asks,
     waits and kills. The caller repeats a failed call.

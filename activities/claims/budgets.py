@@ -1,4 +1,5 @@
-"""Under which names a worker counts its user's calls at the brokers (`infra/database/budgets.py`).
+"""Decides under which names a worker counts its user's calls at the brokers
+(`infra/database/budgets.py`).
 
 Three owners of counts are possible: the user as one person, the users whom an operator has
 linked for that person, and the user's share of what the egress address may do. A name is a
@@ -46,7 +47,7 @@ class AssignmentBudgets:
     user_id: str
     epoch: int
     facts: BudgetFacts
-    #: Of the address, in persons.
+    #: The user's share of the egress address, in persons.
     address_share: float
     accounts: dict[str, AccountBudgets] = field(default_factory=dict)
 
@@ -117,15 +118,15 @@ class BudgetPlanner:
         return account_budgets
 
     async def record(self, plan: AssignmentBudgets, *, reload: bool = False) -> list[str] | None:
-        """Records what is about to be sent; returns what the worker may use, None: the names of
-        0.1.0."""
+        """Records what is about to be sent. Returns the names that the worker may use; None if
+        release 0.1.0 claimed it and it uses that release's names."""
         return await self.database.write(
             budgets.note_sealed, plan.user_id, plan.epoch, plan.names, plan.persons, reload=reload
         )
 
     async def _address_share(self) -> float:
-        """Returns the user's share of the address, in persons: an equal one for each user of the
-        last days."""
+        """Returns the user's share of the address, in persons: the same for every user who had a
+        worker in the last seven days."""
         if not self.egress_address:
             return 1.0
         if time.monotonic() - self._counted_at > _COUNT_TTL_S or not self._address_users:
@@ -135,7 +136,8 @@ class BudgetPlanner:
 
 
 def share_permille(plan: AssignmentBudgets) -> int:
-    """Returns the share of the address: no user needs more than what their persons may do."""
+    """Returns the user's share of the address in thousandths of a person, at most what the user's
+    persons may do, and at least `MIN_ADDRESS_SHARE`."""
     persons = len({account.person.hashes for account in plan.accounts.values()})
     return int(1000 * max(MIN_ADDRESS_SHARE, min(float(max(persons, 1)), plan.address_share)))
 

@@ -79,7 +79,7 @@ class _ClaimedWorker:
     crashes: tuple[float, ...] = ()
     #: The assignment whose worker keeps its user.
     adopted: WorkerSession | None = None
-    #: Why an account, or each, may not log in.
+    #: Why one or all of the accounts may not log in.
     rejection: BerthError | None = None
 
 
@@ -233,7 +233,7 @@ class ClaimActivities:
     ) -> worker_sessions.AssignmentResult:
         """Writes the assignment of this claim id, or reads it if it is there. Returns epoch 0 if it
         may not be written: for an unknown user, after too many crashes, while another assignment
-        of the user may have its worker, or if the request may only adopt."""
+        of the user may still have a running worker, or if the request may only adopt."""
         try:
             return await worker_sessions.assign_epoch(
                 session,

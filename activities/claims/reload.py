@@ -123,7 +123,7 @@ class ReloadActivity:
 
     async def _public_key(self, request: ReloadRequest) -> bytes:
         """Returns the proven key of the worker's present session; empty if it does not appear
-        within FRESH_KEY.
+        within `FRESH_KEY_TIMEOUT_S`.
 
         A replaced session has a new key pair. The key of the claim is used only if the session was
         not replaced and no key appears: a flushed Valkey has no metadata for a moment.

@@ -1,5 +1,5 @@
-"""Ends a user's worker, and knows when that is certain; the activities that ask it first, and how
-it is.
+"""Ends a user's worker and confirms its end. The activities stop a worker (`stop_worker`) and check
+it (`check_worker`).
 
 A worker counts as ended when its launcher confirmed it, or when its epoch was fenced long enough
 ago. A listing proves nothing, because it may be minutes behind what another orchestrator launched.
@@ -60,7 +60,7 @@ NO_OWNER = "-"
 
 @dataclass(eq=False, repr=False)
 class _WorkerAccess:
-    """What the check of a user's worker and its end have in common."""
+    """Holds what the check of a user's worker and its end share."""
 
     client: Redis
     database: Database
@@ -173,8 +173,8 @@ class WorkerTerminator(_WorkerAccess):
     async def fence(self, user_id: str, worker: WorkerRef) -> float:
         """Fences the worker's epoch. Returns the seconds since it was fenced, 0.0 if just now.
 
-        PostgreSQL first: from there a lost owner key is written again. The time counts from the
-        owner key on.
+        Writes to PostgreSQL first, because a lost owner key is rewritten from it. The time counts
+        from the write of the owner key.
         """
         epoch, since = await self.database.fetch(assignments.leave_epoch, worker.claim_id)
         if since is not None:
@@ -252,7 +252,7 @@ class StopActivity:
         """Returns the worker of a claim, from the assignment's row, or from Valkey if its claimer
         died before that.
 
-        Empty if it is another claim's: whoever can write to Valkey may name any worker there.
+        Empty if it is another claim's: anyone who can write to Valkey may name any worker there.
         """
         async with self.database.session() as session:
             row = await worker_sessions.latest_session(session, claim_id=asked.claim_id)

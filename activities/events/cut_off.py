@@ -39,8 +39,8 @@ from workflows.user_worker.messages import WorkerRef
 
 #: Seconds until a step that failed is tried again, and the grace of a worker that is stopped.
 RETRY_INTERVAL_S = 1.0
-#: Entries and bytes up to which a list that services write is kept as it is. A string of an order
-#: is kept up to the same bytes, which is twice a message with its frame.
+#: A list that services write is kept unchanged up to this many entries and bytes. A string of an
+#: order is kept up to the same number of bytes: twice the size of a message with its frame.
 MAX_KEPT_ENTRIES, MAX_KEPT_BYTES = 1_000, 600_000
 #: Unsettled orders of a user whose names are kept: the newest. All others count as unknown, too.
 MAX_KEPT_ORDERS = 500
@@ -54,11 +54,11 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Offender:
-    """A worker, its user, or both: '' is what is not known."""
+    """Names a worker, its user, or both; an unknown one is ''."""
 
     user_id: str = ""
     worker_id: str = ""
-    #: The counts of broker calls in which it holds too much: they are removed, too.
+    #: The name of the count of broker calls that has grown too large; it is removed, too.
     budget: str = ""
 
 
@@ -119,7 +119,7 @@ class WorkerCutOff:
         return True
 
     async def wait(self) -> None:
-        """Waits until all that was begun is done."""
+        """Waits until no cut-off is under way."""
         while running := self._running.keys:
             await asyncio.wait([self._running.join(running[0], partial(asyncio.sleep, 0))])
 

@@ -46,7 +46,7 @@ _NO_CRASH_CODES = frozenset(
 )
 #: Seconds between two tries while the launcher, Valkey, PostgreSQL or Temporal is away.
 RETRY_INTERVAL_S = 1.0
-#: The name of this advisory lock; any constant would do.
+#: The name of this advisory lock; any constant that no other lock has.
 LOCK_ID = 0x6265727478
 
 log = structlog.get_logger()
@@ -75,8 +75,8 @@ class ExitWatcher:
         self._losing = asyncio.Event()
 
     async def run_alone(self, database_url: str) -> None:
-        """Executes `run` in one process at a time, for exits that one reader takes from all others
-        (SQS)."""
+        """Executes `run` in one process at a time, for a launcher whose queue (SQS) gives each exit
+        to one reader only."""
         while True:
             try:
                 await lead(database_url, LOCK_ID, self._run_while_leading)
@@ -96,7 +96,7 @@ class ExitWatcher:
         try:
             while True:
                 try:
-                    # '' is all that the launcher still knows.
+                    # With '' the launcher reports all ends that it still knows.
                     position = await reply_of(self.client.get(keys.EXITS_HANDLED))
                     async for ended in self.launcher.exits(text_of(position)):
                         await self._report_until_done(ended)

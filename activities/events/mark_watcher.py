@@ -52,7 +52,8 @@ SIGNAL_RETRY_INTERVAL_S = 60.0
 
 
 class MissingMarkTracker:
-    """Which marks are missing, since when, and when that means that a worker is dead; without I/O.
+    """Tracks which marks are missing and since when, and decides when that means that a worker is
+    dead; without I/O.
 
     Other reasons for a missing mark concern many workers at once (Valkey was emptied, restarted or
     out of reach) or end within seconds (the worker renews it). In doubt nobody is signalled
@@ -171,7 +172,7 @@ MAX_SIGNALLING_S = 3.0
 
 @dataclass(eq=False, repr=False)
 class MarkWatcher:
-    """`run` until cancelled."""
+    """Watches the workers' marks, owner keys and switches. `run` ends only when it is cancelled."""
 
     client: Redis
     temporal: Client
@@ -180,12 +181,12 @@ class MarkWatcher:
     #: The workers' logins at Valkey; needs `launcher`. None: workers log in to Valkey as we do.
     users: WorkerUsers | None = None
     launcher: Launcher | None = None
-    #: Of the scripts of workers that share a login, which may not bring any; None: nobody needs
-    #: them.
+    #: Says which scripts to load for workers that share a login, which may load none themselves.
+    #: None: no worker needs them.
     database: Database | None = None
-    #: Of the fleets of job runners; None: they log in to Valkey as we do.
+    #: The logins of the fleets of job runners; None: they log in to Valkey as we do.
     job_users: JobUsers | None = None
-    #: As the constants.
+    #: As the constants of these names.
     signalling: float = MAX_SIGNALLING_S
     interval: float = CHECK_INTERVAL_S
     min_absence: float = MIN_ABSENCE_S
@@ -199,7 +200,7 @@ class MarkWatcher:
         self._switches = SwitchSigner(self.message_secrets)
         self._unreadable = False
         self._many = False
-        #: The last server of which it was written down since when it is known.
+        #: The last server for which this process wrote down since when it is known.
         self._noted = ""
         #: The last server to which this process wrote the switches while it was on standby.
         self._restored_on = ""
@@ -221,7 +222,7 @@ class MarkWatcher:
         """Writes the switches to a Valkey server that is new, though another process leads.
 
         The leader may be frozen, or unable to reach Valkey while it keeps its lock. Until the
-        switches stand on a new server, workers leave all requests in their queues.
+        switches are on a new server, workers leave all requests in their queues.
         """
         MARKS.clear()  # the leader shows them
         try:

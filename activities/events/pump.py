@@ -7,7 +7,7 @@ a pool. Each list has a turn in each round. A worker whose list grows all the sa
 Several orchestrators may pump at once: a round is one script, so a kill neither loses nor doubles
 an event.
 
-Nobody proves what a ring says, so a ring only makes the pump read a list or an entry.
+A ring is not authenticated, so it only makes the pump read a list or an entry.
 """
 
 import asyncio
@@ -41,8 +41,8 @@ RING_GATHER_S = 0.03
 MAX_EVENTS_PER_WORKER = 32
 #: Rings of a round. If more are left behind them, it is a flood, and they are dropped.
 MAX_RINGS_PER_ROUND = 10_000
-#: A list of this length that got no shorter in so many rounds, about a second, is a flood. After an
-#: outage of ours the list of a busy worker is as long, and gets shorter.
+#: A list of this length that got no shorter in `FLOOD_ROUNDS` rounds, about a second, is a flood.
+#: After an outage of ours the list of a busy worker is as long, but gets shorter.
 FLOOD_LENGTH = 5_000
 FLOOD_ROUNDS = 33
 #: Seconds of one wait for a ring; the socket timeout is 5 s.
@@ -58,7 +58,7 @@ log = structlog.get_logger()
 
 @dataclass(eq=False, repr=False)
 class EventPump:
-    """`run` and `attend` until cancelled."""
+    """Moves events in rounds (`run`) and notices rings (`attend`); both end only when cancelled."""
 
     client: Redis
     database: Database

@@ -2,7 +2,7 @@
 uses too much.
 
 A worker's Valkey user limits which names it reaches, not how many it makes or how large they are.
-One orchestrator watches at a time. It counts by itself and believes no figure of a worker's.
+One orchestrator watches at a time. It counts by itself and trusts no figure that a worker reports.
 
 - *Names and bytes.* A walk over all names counts them by worker, in short steps, so that no order
   waits. One walk takes 2 s while there are no more names than `MAX_WALKED_NAMES_PER_S` allows.
@@ -108,7 +108,7 @@ log = structlog.get_logger()
 
 
 class Totals(NamedTuple):
-    """What the server says about itself in one round trip."""
+    """Holds what the server says about itself in one round trip."""
 
     memory: MemoryUse
     names: int
@@ -120,7 +120,7 @@ class Totals(NamedTuple):
 
 
 class KeyspaceUse(NamedTuple):
-    """What one writer, or the whole server, holds in Valkey."""
+    """Counts what one writer, or the whole server, holds in Valkey."""
 
     names: int = 0
     #: Bytes.
@@ -225,7 +225,7 @@ _CLIENT = re.compile(
 
 
 class ClientTotals(NamedTuple):
-    """What one connection has done since it was made."""
+    """Counts what one connection has done since it was made."""
 
     #: Bytes to and from the server.
     sent: int = 0
@@ -234,7 +234,7 @@ class ClientTotals(NamedTuple):
 
 
 class SlowTime(NamedTuple):
-    """What a client's slow commands took."""
+    """Counts a client's slow commands and the time that they took."""
 
     seconds: float = 0.0
     commands: int = 0
@@ -242,7 +242,7 @@ class SlowTime(NamedTuple):
 
 @dataclass
 class UserActivity:
-    """What one Valkey user's connections did between two reads of the list of clients."""
+    """Counts what one Valkey user's connections did between two reads of the list of clients."""
 
     connections: int = 0
     #: Bytes to the server, and both ways.
@@ -302,7 +302,7 @@ class UserActivity:
 
 @dataclass
 class ValkeyUserState:
-    """What earlier reads of the list of clients have shown about one worker or one fleet."""
+    """Keeps what earlier reads of the list of clients have shown about one worker or one fleet."""
 
     is_fleet: bool
     #: The last read showed that it keeps a busy server busy, or that a fleet floods it. A second

@@ -39,7 +39,7 @@ from worker_runtime.protocol.requests import BooksCompared, ControlMessage
 from workflows.user_worker.messages import RecordTimeline
 
 #: Begins the reason for which a person has to look at an order.
-LATE_NEWS = "a worker that is long gone has news of it"
+LATE_NEWS = "a worker whose assignment ended long ago has reported on it"
 
 #: Seconds before a batch without orders is written. Nobody waits for it. A worker sends it right
 #: before it answers its claim, and writing it at once would delay that answer by 6 of 63 ms.

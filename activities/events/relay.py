@@ -17,7 +17,7 @@ from worker_runtime.protocol.messages import Event, WorkerEvent, WorkerEventKind
 from workflows import names
 from workflows.user_worker.messages import WorkerEventSignal
 
-#: A worker's first connect: the claim's reply reports it already.
+#: The sequence of a worker's first connect, which the claim's reply has reported already.
 FIRST_SEQUENCE = 2
 #: Events on which a workflow acts, besides a connect.
 RELAYED_KINDS = frozenset(
@@ -31,9 +31,9 @@ RELAYED_KINDS = frozenset(
     }
 )
 #: Signals of one assignment in `SIGNAL_WINDOW_S` seconds. A worker whose broker comes and goes
-#: would else fill its workflow's history: each signal is three events or more. Of what comes
-#: beyond, the newest stays in the stream until the window is over, so the workflow gets the present
-#: state though any process is killed.
+#: would otherwise fill its workflow's history: each signal is three events or more. Of any further
+#: events, the newest stays in the stream until the window is over, so the workflow gets the present
+#: state even if a process is killed.
 MAX_SIGNALS_PER_WINDOW = 12
 SIGNAL_WINDOW_S = 60.0
 
@@ -62,8 +62,9 @@ class Relay:
     async def handle(
         self, events: Sequence[Event], received_ms: Sequence[int] = ()
     ) -> list[WorkerEvent]:
-        """Returns those that are held back. Raises `TemporalUnavailable`: then the batch comes
-        again. Workflows drop repeats by sequence."""
+        """Signals workflows of the events that concern them, and returns the events that are held
+        back. Raises `TemporalUnavailable`: then the batch comes again. Workflows drop repeats by
+        sequence."""
         received = received_ms or [time.time_ns() // 1_000_000] * len(events)
         held: dict[tuple[str, int], WorkerEvent] = {}
         for event, at_ms in zip(events, received, strict=True):

@@ -57,8 +57,8 @@ UPKEEP_INTERVAL_S = 10.0
 #: Milliseconds after which a consumer without entries is forgotten.
 IDLE_CONSUMER_TTL_MS = 3_600_000
 #: Seconds that a message waits for a version of the message secret that this process has not read;
-#: the file is read again each second. Only so often, since anybody who can write to Valkey can name
-#: a version.
+#: the file is read again each second. Each version is waited for once in `KEY_WAIT_INTERVAL_S`,
+#: because anyone who can write to Valkey can name one.
 KEY_TIMEOUT_S = 5.0
 KEY_WAIT_INTERVAL_S = 120.0
 KEY_RETRY_INTERVAL_S = 0.2
@@ -86,21 +86,21 @@ class ReceivedEvent(NamedTuple):
     entry_id: bytes
     event: Event
     entry: bytes
-    #: When the pump took it from its worker's list: an outage of what handles it makes no event
-    #: late.
+    #: Unix ms at which the pump took it from its worker's list. An outage of the handler's server
+    #: makes no event late by this time.
     at_ms: int
 
 
 @dataclass(eq=False, repr=False)
 class EventStream:
-    """One consumer of one group."""
+    """Reads one group's events as one of its consumers, and has them handled."""
 
     client: Redis
     group: str
     handler: EventHandler
     message_secrets: MessageSecrets
     _: KW_ONLY
-    #: Without them what fails for good is dropped.
+    #: None: an event that fails for good is dropped.
     dead_letters: DeadLetters | None = None
     consumer: str = ""
     abandoned_ms: int = ABANDONED_AFTER_MS
@@ -193,8 +193,8 @@ class EventStream:
                 events.append(ReceivedEvent(entry_id, event, entry, at_ms))
             except NewerKeyNeeded as error:
                 if self.group == RECORDER_GROUP:
-                    # One for each user and epoch. Its author is not known: all share one part of
-                    # the list.
+                    # One dead letter for each user and epoch. Nobody knows the author, so all such
+                    # letters share one part of the list.
                     why = reason_of(error)
                     dead.append(
                         DeadLetter(kind="event", subject=why, source="newer key", reason=why)

@@ -48,9 +48,7 @@ class InstrumentPageView(View):
     """Instruments, by broker and code."""
 
     instruments: list[InstrumentView]
-    next_cursor: str | None = Field(
-        description="`after` of the next page; null when there is nothing behind this one."
-    )
+    next_cursor: str | None = Field(description="`after` of the next page; null on the last page.")
 
 
 class InstrumentSourceRequest(Body):

@@ -320,7 +320,7 @@ def _check_replace(order: OrderView, body: schemas.ReplaceRequest) -> None:
     elif body.quantity is not None and body.quantity > order.quantity:
         wrong = f"the quantity can only fall; it is {order.quantity}"
     elif body.quantity is not None and body.quantity < order.filled_quantity:
-        wrong = f"{order.filled_quantity} lots are filled already"
+        wrong = f"{order.filled_quantity} are filled already: choose at least that, or cancel it"
     elif (body.quantity or order.quantity, body.price or order.price) == (
         order.quantity,
         order.price,

@@ -197,6 +197,7 @@ class PreTradeChecks:
         price at which a market order is within the limit; None for other orders, and if limit or
         value is not known."""
         own = usage.limits.max_notional
+        # None: no limit (also a setting of 0). 0, which only an account can have: no order passes.
         limit = self._settings.check_max_notional or None if own is None else own
         if limit is None or (lot_value is None and limit):
             return None

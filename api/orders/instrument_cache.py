@@ -20,7 +20,7 @@ MAX_CACHED_CODES = 20_000
 
 
 class LoadedInstrument(NamedTuple):
-    """What the broker's list says of a code."""
+    """Holds what the broker's list says of a code."""
 
     #: None: the list does not have the code.
     instrument: Instrument | None

@@ -231,7 +231,7 @@ class OutcomeWriter:
             raise
 
     async def take_over(self, order_id: UUID, before: ClientOrderIdTaken) -> OrderView:
-        """Lets the order stand for an earlier one that PostgreSQL has lost, and returns it.
+        """Records the order in place of an earlier one that PostgreSQL has lost, and returns it.
 
         Raises `DatabaseUnavailable`; the sweeper does it then.
         """

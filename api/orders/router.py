@@ -204,7 +204,7 @@ _CHANGE_PROBLEMS = (
     protocol.OutcomeUnknown,
 )
 _LATER = problems.answer(
-    schemas.OrderView, "Sent on; what became of it is not known yet. Look at the order."
+    schemas.OrderView, "Sent to the worker; the outcome is not known yet. Read the order later."
 )
 
 

@@ -125,7 +125,7 @@ class OrderRequest(Body):
 
 
 class OrderStepView(View):
-    """One step in the life of an order."""
+    """Describes one step in the life of an order."""
 
     step: str = Field(examples=["submitted"])
     at: datetime
@@ -161,7 +161,7 @@ class OrderView(View):
         default=None,
         description="The request that created this order, if it was not a plain order.",
     )
-    attention: str | None = Field(default=None, description="Why a person has to look at it.")
+    attention: str | None = Field(default=None, description="Why it needs attention.")
     accepted_at: datetime
 
     @property
@@ -202,7 +202,8 @@ class ReplaceRequest(Body):
         strict=True,
         gt=0,
         le=MAX_QUANTITY,
-        description="New total in lots: below the present one, and not below what is filled.",
+        description="New total, in lots (shares of an odd lot): below the present one, and not "
+        "below what is filled.",
     )
     price: OrderPrice | None = Field(default=None, description="New limit price.")
 
@@ -234,15 +235,15 @@ Bom = Annotated[
         f"have no zone. They are in {HOME_ZONE_NAME}."
     ),
 ]
-PageLimit = Annotated[int, Field(ge=1, le=500, description="Most orders of one page.")]
+PageLimit = Annotated[int, Field(ge=1, le=500, description="Maximum number of orders per page.")]
 NextCursor = Annotated[
     str | None,
-    Field(description="`cursor` of the next page; null when there is nothing behind this one."),
+    Field(description="`cursor` of the next page; null on the last page."),
 ]
 
 
 class OrderFilter(BaseModel):
-    """Which orders are wanted. Unknown filters are refused: a misspelt one would show too much."""
+    """Selects orders. Unknown filters are refused: a misspelt one would show too much."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -283,14 +284,14 @@ class OrderFilter(BaseModel):
 
 
 class OrderQuery(OrderFilter):
-    """A filter, and which page of what it finds."""
+    """Selects orders by a filter, and a page of them."""
 
     cursor: PageCursor = None
     limit: PageLimit = 100
 
 
 class OrderExportQuery(OrderFilter):
-    """A filter, and for whom the file is."""
+    """Selects orders by a filter, and chooses the format of the file."""
 
     bom: Bom = False
 

@@ -313,8 +313,8 @@ class SignalPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class OrderNames:
-    """Holds the client order ids of a signal's orders; those that release 0.1.0 made, too, have its
-    ids."""
+    """Holds the client order ids of a signal's orders. Those that release 0.1.0 made, too, have the
+    ids that it gave them."""
 
     close: str
     open: str

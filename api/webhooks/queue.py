@@ -62,8 +62,8 @@ from worker_runtime.protocol.order_terms import ODD_LOTS, OrderCondition
 LEASE_TTL_S = 10.0
 #: Lanes, or signals that came too late, that one round looks at.
 MAX_LANES_PER_ROUND = 50
-#: Seconds between the first two attempts of a signal that something is in the way of; 1.5 times as
-#: long each time.
+#: Seconds between the first two attempts of a signal that cannot be carried out yet; each further
+#: pause is 1.5 times as long.
 RETRY_INTERVAL_S = 0.2
 #: Seconds between two attempts of such a signal, at most.
 MAX_RETRY_INTERVAL_S = 1.0

@@ -115,7 +115,7 @@ class WebhookRequest(Body):
 
 
 class WebhookChange(Body):
-    """What changes of a webhook; what is left out stays. Giving `quantity_unit` confirms it."""
+    """Changes a webhook; fields that are left out stay. Giving `quantity_unit` confirms it."""
 
     quantity_unit: StockUnit | None = Field(default=None, description=_UNIT)
     odd: OddLots | None = Field(default=None, description=_ODD)
@@ -183,7 +183,7 @@ class WebhookList(View):
 
 
 class SecretRotationRequest(Body):
-    """How long the secret before still counts."""
+    """Says how long the former secret is still accepted."""
 
     overlap_s: float = Field(
         default=86_400,
@@ -273,7 +273,7 @@ def _usable_price(text: str | None) -> Decimal | None:
 
 
 class Signal(BaseModel):
-    """What a signal says. Other fields are left alone: signals carry more than we need."""
+    """Describes a signal. Other fields are ignored: signals carry more than Berth needs."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", json_schema_extra=with_examples)
 
@@ -470,7 +470,7 @@ class Signal(BaseModel):
         return f"webhook-{digest[: 48 if self.plain else 40]}"
 
     def names(self, digest: str) -> OrderNames:
-        """Return the ids of its orders, which a release before gave them, too."""
+        """Returns the ids of its orders, the same that the release before gave them."""
         name = self.client_order_id(digest)
         if self.plain:
             return OrderNames(close=name, open=name)
@@ -480,7 +480,7 @@ class Signal(BaseModel):
 
 
 class SignalOutcome(View):
-    """How far a signal has come that is more than one plain order."""
+    """Says how far a signal has come that is more than one plain order."""
 
     client_order_id: str
     action: SignalAction

@@ -43,7 +43,7 @@ from worker_runtime.protocol.errors import BerthError
 MAX_BODY_BYTES = 16 * 1024
 #: Seconds between two rounds of the queue's keeper.
 KEEPER_INTERVAL_S = 2.0
-#: Signals of the release before that one round takes over.
+#: Signals that one round takes over from the release before.
 MAX_TAKEOVERS_PER_ROUND = 20
 #: Seconds within which a webhook's signals are counted.
 COUNT_WINDOW_S = 60.0
@@ -275,7 +275,7 @@ class SignalReceiver:
             await signals.add_refusal(session, webhook, error, source=source, body=shown_body(body))
 
     async def _take_over_delivery(self) -> bool:
-        """Carries on a signal that the release before has promised; False if there is none."""
+        """Takes over a signal that the release before has accepted. Returns False if none waits."""
         async with self.database.session() as session:
             delivery = await signals.take_promised_delivery(session)
             if delivery is None:

@@ -9,13 +9,15 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 
 class RetryLater(Exception):
-    """Raise it in a job to ask for another attempt, `retry_after` seconds from now if given."""
+    """Raise it in a job to ask for another attempt,
+    `retry_after` from now if given: seconds, or a `timedelta`."""
 
-    def __init__(self, detail: str = "", *, retry_after: float | None = None) -> None:
+    def __init__(self, detail: str = "", *, retry_after: float | timedelta | None = None) -> None:
         super().__init__(detail)
         self.retry_after = retry_after
 
@@ -45,7 +47,11 @@ class JobContext:
     send_progress: Callable[[Any], None] = field(default=_ignore_progress, repr=False)
 
     def progress(self, value: Any) -> None:
-        """Shows the job's progress: anything small that fits into JSON. May be called often."""
+        """Shows the job's progress: anything that fits into 8 KiB of JSON; more is not shown.
+
+        May be called often: at most ten values a second are sent. The last one is kept with a job
+        that has failed.
+        """
         self.send_progress(value)
 
     def remaining(self) -> float:

@@ -237,7 +237,9 @@ def cancel(api: OperatorApi, order: OrderId, request_id: RequestId = None) -> Co
 def replace(
     api: OperatorApi,
     order: OrderId,
-    quantity: Annotated[int | None, typer.Option(min=1, help="New total in lots.")] = None,
+    quantity: Annotated[
+        int | None, typer.Option(min=1, help="New total, in lots (shares of an odd lot).")
+    ] = None,
     price: Price = None,
     request_id: RequestId = None,
 ) -> CommandAnswer:

@@ -82,7 +82,7 @@ class CancelTicket(Struct, frozen=True, kw_only=True):
 class ReplaceTicket(Struct, frozen=True, kw_only=True):
     """Changes a working order: a smaller quantity, another price, or both."""
 
-    #: New total in lots.
+    #: New total, in lots (shares of an odd lot).
     quantity: int | None = None
     price: Decimal | None = None
     request_id: str = field(default_factory=make_id)
@@ -117,7 +117,7 @@ class OrderSnapshot(Struct, frozen=True, kw_only=True):
     reduce_only: bool = False
     #: The request that created this order, if it was not a plain order.
     origin: str | None = None
-    #: Why a person has to look at it.
+    #: Why it needs attention.
     attention: str | None = None
     accepted_at: AwareTime
 
@@ -142,7 +142,7 @@ class OrderListPage(Struct, frozen=True, kw_only=True):
     """Orders, the newest first."""
 
     orders: list[OrderSnapshot]
-    #: `cursor` of the next page; None when there is nothing behind this one.
+    #: `cursor` of the next page; None on the last page.
     next_cursor: str | None
 
 
@@ -294,7 +294,7 @@ class InstrumentListPage(Struct, frozen=True, kw_only=True):
     """Instruments, by broker and code."""
 
     instruments: list[ListedInstrument]
-    #: `after` of the next page; None when there is nothing behind this one.
+    #: `after` of the next page; None on the last page.
     next_cursor: str | None
 
 

@@ -106,11 +106,10 @@ async def note_sealed(
     *,
     reload: bool = False,
 ) -> list[str] | None:
-    """Records what is about to be sent to the worker of this epoch;
-    returns all names that it may use.
+    """Records what is about to be sent to the worker of this epoch. Returns all names that the
+    worker may use; None if release 0.1.0 claimed it and it uses that release's names.
 
-    `persons`: by account id. None: 0.1.0 claimed this worker,
-    which still reaches that release's names.
+    `persons`: by account id.
     """
     # First the credentials, then the assignment: the recorder takes them in this order.
     for account_id, person in sorted(persons.items()):

@@ -37,8 +37,8 @@ from worker_runtime.protocol.errors import BerthError
 _ENTRY_MARGIN_S = 60
 #: Bytes of output that are kept from the beginning, and from the end.
 _MAX_HALF_BYTES = 8192
-#: Bytes of one read. Each job is followed by one, mostly in vain:
-#: memory for 64 KiB cost more than the call.
+#: Bytes of one read. After each job there is one read, which mostly returns nothing. To allocate
+#: 64 KiB for it cost more than the call.
 _CHUNK_BYTES = 16384
 
 
@@ -100,7 +100,7 @@ class NotForked(BerthError, code="JOB_NOT_FORKED", retryable=True):
 
 
 class JobChild:
-    """One child, seen from the runner. `uses`: jobs that it may still run.
+    """Represents one child in the runner. `uses`: jobs that it may still run.
 
     `pid`: its process id; of a fork server's child its number,
     which no other child of this runner gets.
@@ -126,11 +126,12 @@ class JobChild:
             self.kill(signal.SIGTERM)
 
     def send_job(self, packet: bytes) -> bool:
-        """Sends a job; false if the child is gone."""
+        """Sends a job. False if the child is gone, or does not read: it takes no other job."""
         self.uses -= 1
         try:
             self.link.send(packet)
         except OSError:
+            self.uses = 0
             return False
         return True
 
@@ -194,7 +195,8 @@ class ChildPool:
         return math.inf
 
     def exceeds_memory(self, run: "JobRun") -> bool:
-        """Returns True if a run has more memory than it may, where the kernel does not limit it."""
+        """Returns True if a run's child has more memory than it may, where the kernel does not
+        limit it."""
         return False
 
     def take(self, job: Job) -> JobChild:
@@ -318,8 +320,8 @@ def _address_space() -> int:
 
 @dataclass(slots=True)
 class JobRun:
-    """One job in one child. `kill_reason`: 'timeout',
-    'cancelled' or 'memory'; '' while nobody kills it."""
+    """Describes one job in one child. `kill_reason`: 'timeout', 'cancelled', 'memory', or
+    'process_memory' if other jobs were in the child; '' while nobody kills it."""
 
     claimed: ClaimedJob
     job: Job

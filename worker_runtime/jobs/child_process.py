@@ -5,6 +5,7 @@ it has started. It talks to the runner over a socket pair, one message a packet.
 and error are a pipe that the runner reads.
 """
 
+import contextlib
 import gc
 import os
 import resource
@@ -45,14 +46,18 @@ MAX_DETAIL_LENGTH = 1000
 _MAX_DESCRIPTORS = 1024
 #: `_signal` takes plain numbers.
 _DEFAULT_HANDLER = int(signal.SIG_DFL)
-#: Seconds between two messages of progress; those that come sooner are dropped.
+#: Seconds between two messages of one run's progress.
 _PROGRESS_INTERVAL_S = 0.1
 #: Bytes of one report of progress; a larger one is dropped.
 MAX_PROGRESS_BYTES = 8 * 1024
+_NOTHING = object()
 #: Seconds that a run may ask to wait for its next attempt.
 MAX_DELAY_S = 86_400.0
 #: Bytes of one packet: a job or a result (64 KiB each) and its envelope.
 MAX_PACKET_BYTES = 160 * 1024
+#: Characters of a traceback, and of an output, that are kept if a packet would not hold them as
+#: they are. Each takes up to 6 bytes as JSON.
+_MAX_ESCAPED_LENGTH = 4096
 
 
 class StartRun(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="run"):
@@ -123,6 +128,49 @@ def bounded(outcome: RunOutcome) -> RunOutcome:
 
 
 encode_message = msgspec.json.Encoder().encode
+
+
+def encode_outcome(outcome: RunOutcome) -> bytes:
+    """Returns a packet that the runner can read, whatever the job's texts hold: a file's name that
+    is not UTF-8 is shown with escapes."""
+    try:
+        packet = encode_message(outcome)
+        if len(packet) <= MAX_PACKET_BYTES:
+            return packet
+    except UnicodeEncodeError:
+        pass
+    failure = outcome.failure
+    if failure is not None:
+        detail = _escaped(failure.detail)[:MAX_DETAIL_LENGTH]
+        failure = Failure(code=failure.code, detail=detail, retryable=failure.retryable)
+    return encode_message(
+        msgspec.structs.replace(
+            outcome,
+            failure=failure,
+            traceback=_escaped(outcome.traceback)[-_MAX_ESCAPED_LENGTH:],
+            output=_escaped(outcome.output)[-_MAX_ESCAPED_LENGTH:],
+        )
+    )
+
+
+def describe_error(error: BaseException) -> tuple[str, str]:
+    """Returns a sentence and the traceback of what a job has raised: its own methods may fail."""
+    sentence = type(error).__name__
+    try:
+        sentence = f"{sentence}: {error}"
+    except BaseException as failure:
+        sentence = f"{sentence}: its text raised {type(failure).__name__}"
+    try:
+        text = "".join(traceback.format_exception(error))
+    except BaseException as failure:
+        text = f"{sentence} (its traceback raised {type(failure).__name__})"
+    return sentence, text[-MAX_TRACEBACK_LENGTH:]
+
+
+def _escaped(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 _to_child: msgspec.json.Decoder[StartRun | CancelRun] = msgspec.json.Decoder(StartRun | CancelRun)
 read_to_child = _to_child.decode
 #: One buffer for all sockets of the process, which has one thread. A new one for each packet costs
@@ -140,6 +188,54 @@ _reports: msgspec.json.Decoder[ChildReport] = msgspec.json.Decoder(ChildReport)
 read_report = _reports.decode
 
 
+class ProgressReporter:
+    """Sends the progress of one run to the runner, at most ten times a second."""
+
+    __slots__ = ("_fence", "_held_back", "_link", "_next_at", "_was_too_large")
+
+    def __init__(self, link: socket.socket, fence: int) -> None:
+        self._link = link
+        self._fence = fence
+        self._next_at = 0.0
+        self._held_back: object = _NOTHING
+        self._was_too_large = False
+
+    def report(self, value: object) -> None:
+        """Sends a value, or holds it back if another one has just been sent."""
+        now = time.monotonic()
+        self._held_back = value
+        if now >= self._next_at:
+            self._next_at = now + _PROGRESS_INTERVAL_S
+            self._send(value)
+
+    def send_last(self) -> None:
+        """Sends the last value if it was held back. Only a run that has failed needs it: the
+        progress of a job that is done is not kept."""
+        if self._held_back is not _NOTHING:
+            with contextlib.suppress(Exception):  # such as a value that has no JSON
+                self._send(self._held_back)
+
+    def _send(self, value: object) -> None:
+        encoded = msgspec.json.encode(value)
+        if len(encoded) > MAX_PROGRESS_BYTES:
+            self._drop(len(encoded))
+        else:
+            packet = encode_message(JobProgress(fence=self._fence, value=msgspec.Raw(encoded)))
+            try:
+                self._link.send(packet)
+            except BlockingIOError:  # the runner is behind, and other jobs of this child are not
+                return
+        self._held_back = _NOTHING
+
+    def _drop(self, size: int) -> None:
+        if not self._was_too_large:
+            self._was_too_large = True
+            with contextlib.suppress(Exception):  # the job may have closed it
+                sys.stderr.write(
+                    f"progress of {size} bytes is not shown; {MAX_PROGRESS_BYTES} are allowed\n"
+                )
+
+
 class ChildProcess:
     """A child, from its fork to its end. A subclass runs the jobs."""
 
@@ -148,7 +244,6 @@ class ChildProcess:
         self._link = link
         self._output = output
         self._uses = uses
-        self._next_progress = 0.0
 
     def run_job(self, start: StartRun) -> RunOutcome:
         """Runs one job; raises nothing that the job raises."""
@@ -166,7 +261,7 @@ class ChildProcess:
                     continue
                 outcome = self.run_job(start)
                 self._flush_output()
-                self._link.send(encode_message(outcome))
+                self._link.send(encode_outcome(outcome))
                 if outcome.last:
                     break
             code = 0
@@ -196,21 +291,11 @@ class ChildProcess:
         os.closerange(kept + 1, _MAX_DESCRIPTORS)
         gc.enable()
 
-    def send_progress(self, fence: int, value: object) -> None:
-        """Tells the runner of a job's progress, unless it has just done so."""
-        now = time.monotonic()
-        if now >= self._next_progress:
-            self._next_progress = now + _PROGRESS_INTERVAL_S
-            packet = encode_message(
-                JobProgress(fence=fence, value=msgspec.Raw(msgspec.json.encode(value)))
-            )
-            self._link.send(packet)
-
     def _flush_output(self) -> None:
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
-            except (OSError, ValueError):  # the job closed it
+            except (OSError, ValueError, AttributeError):  # the job closed or replaced it
                 continue
 
 
@@ -227,17 +312,13 @@ class BuiltInChildProcess(ChildProcess):
 
     def run_job(self, start: StartRun) -> RunOutcome:
         fence, kind = start.fence, None
+        progress = ProgressReporter(self._link, fence)
         began = time.monotonic()
         try:
             job = read_job(bytes(start.job))
             kind = self._registry.find(job.name)
             self._limit_memory(kind)
-            context = JobContext(
-                job.job_id,
-                start.attempt,
-                fence,
-                lambda value: self.send_progress(fence, value),
-            )
+            context = JobContext(job.job_id, start.attempt, fence, progress.report)
             returned = kind.run(self._registry.arguments(kind, job.args), context)
             value = msgspec.json.encode(returned)
             if len(value) > MAX_RESULT_BYTES:
@@ -247,17 +328,14 @@ class BuiltInChildProcess(ChildProcess):
                 fence=fence, value=msgspec.Raw(value), took=took, last=self._uses == 0
             )
         except BaseException as error:  # the job's boundary: anything it raises is its outcome
+            progress.send_last()
             return self._failed(fence, kind, error, time.monotonic() - began)
 
     def _failed(
         self, fence: int, kind: JobType | None, error: BaseException, took: float
     ) -> RunOutcome:
-        text = "".join(traceback.format_exception(error))[-MAX_TRACEBACK_LENGTH:]
-        known = (
-            error
-            if isinstance(error, BerthError)
-            else JobFailed(f"{type(error).__name__}: {error}")
-        )
+        sentence, text = describe_error(error)
+        known = error if isinstance(error, BerthError) else JobFailed(sentence)
         retryable = kind is not None and kind.retryable(error)
         return RunOutcome(
             fence=fence,
@@ -274,7 +352,7 @@ class BuiltInChildProcess(ChildProcess):
         )
 
     def _limit_memory(self, kind: JobType) -> None:
-        """Limits the address space. The kernel can refuse it, so the job gets a `MemoryError`."""
+        """Limits the address space. The kernel refuses more, and the job gets a `MemoryError`."""
         before, hard = resource.getrlimit(resource.RLIMIT_AS)
         soft = self._size + kind.memory
         if hard != resource.RLIM_INFINITY:

@@ -32,11 +32,13 @@ from worker_runtime.protocol.messages import Failure
 #: Retries spread by up to a quarter of their delay,
 #: earlier or later; none comes before its `Retry-After`.
 _JITTER_SHARE = 0.25
+#: Reasons of kills that a run's memory has caused.
+MEMORY_KILLS = ("memory", "process_memory")
 
 
 @dataclass(slots=True)
 class RunEnd:
-    """How one run ended. `job` is None if it is not readable, or of an unknown type."""
+    """Says how one run ended. `job` is None if it is not readable, or of an unknown type."""
 
     claimed: ClaimedJob
     job: Job | None
@@ -77,24 +79,27 @@ class RunJudge:
     ) -> RunEnd:
         """Judges a child that ended without a report: it crashed, or was killed.
 
-        `why`: 'timeout', 'cancelled' or 'memory', empty for a crash.
+        `why`: the run's `kill_reason`, empty for a crash.
         """
         error: BerthError = (
             JobTimeout(f"killed after {job.timeout:g} s") if why else JobCrashed(how)
         )
-        status, delay, crashed = JobStatus.FAILED, 0.0, False
+        status, delay, may_run_again = JobStatus.FAILED, 0.0, job.idempotent
         if why == "cancelled":
-            status, error = JobStatus.CANCELLED, JobCancelled("killed on demand")
+            status, error = JobStatus.CANCELLED, JobCancelled("killed because it was cancelled")
+            may_run_again = False
         elif why == "memory":  # a retry would need as much memory
-            error = JobMemoryExceeded("killed: it had more memory than its type may have")
+            error = JobMemoryExceeded("killed: it took more memory than its type may have")
+            may_run_again = False
+        elif why == "process_memory":  # perhaps another job of the process has taken it
+            error = JobMemoryExceeded("killed: its process took more memory than its jobs may have")
         elif not job.idempotent:
             error = JobOutcomeUnknown(f"{error.detail}; it must not run twice")
-        else:
-            crashed = True
-            if claimed.crashes + 1 < MAX_CRASHES and claimed.attempt < job.attempts:
-                status, delay = JobStatus.RETRY, jittered(job.retry_delay)
+        can_retry = claimed.crashes + 1 < MAX_CRASHES and claimed.attempt < job.attempts
+        if may_run_again and can_retry:
+            status, delay = JobStatus.RETRY, jittered(job.retry_delay)
         result = self._result(claimed, status, Failure.of(error), output, started_ms)
-        return RunEnd(claimed, job, result, delay, crashed)
+        return RunEnd(claimed, job, result, delay, crashed=may_run_again)
 
     def refused(self, claimed: ClaimedJob, job: Job | None, error: BerthError) -> RunEnd:
         """Judges a job that has not run here: it is unreadable (None), of an unknown type, or got

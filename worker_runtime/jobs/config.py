@@ -20,7 +20,7 @@ _Key = Annotated[bytes, msgspec.Meta(min_length=webhook_signing.MIN_KEY_BYTES)]
 
 
 class PostOutlet(msgspec.Struct, frozen=True, kw_only=True):
-    """How a POST goes out. Durations are seconds."""
+    """Says how a POST goes out. Durations are seconds."""
 
     #: For all of a delivery, from the resolution of the receiver's name to the end of its answer.
     timeout: _Timeout = 10.0
@@ -35,7 +35,7 @@ class PostOutlet(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WebhookOutlet(PostOutlet, frozen=True, kw_only=True):
-    """What webhook jobs need."""
+    """Holds what webhook jobs need."""
 
     #: The fleet's keys: the present one first, then those that are being replaced.
     keys: Annotated[tuple[_Key, ...], msgspec.Meta(min_length=1)]
@@ -120,7 +120,7 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
     mail: MailOutlet | None = None
     messaging: MessagingOutlet | None = None
     push: PushOutlet | None = None
-    #: Whether operators are told of this runner's errors.
+    #: Whether this runner's errors are reported to operators.
     report_errors: bool = False
     version: str = ""
     log_level: str = "INFO"

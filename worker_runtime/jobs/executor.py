@@ -16,7 +16,7 @@ from worker_runtime.jobs.child_process import (
     encode_message,
     read_report,
 )
-from worker_runtime.jobs.completion import PendingRunEnds, RunJudge
+from worker_runtime.jobs.completion import MEMORY_KILLS, PendingRunEnds, RunJudge
 from worker_runtime.jobs.config import RunnerConfig
 from worker_runtime.jobs.prefetch import MAX_PREFETCHED_JOBS, PrefetchedJobs, RuntimeEstimate
 from worker_runtime.jobs.protocol.messages import Job, JobStatus, read_signed_job
@@ -31,6 +31,8 @@ from worker_runtime.protocol.errors import BerthError, InvalidSignature
 
 #: Seconds between two looks at the memory of running jobs.
 MEMORY_CHECK_INTERVAL_S = 0.2
+#: Children that a job is sent to until one takes it.
+_MAX_SENDS = 2
 
 
 class JobExecutor:
@@ -175,7 +177,7 @@ class JobExecutor:
 
     def _start_run(self, claimed: ClaimedJob, job: Job) -> JobChild:
         """Sends a job to a child, or to a second one if the first has just ended. Raises
-        `NotForked`."""
+        `NotForked`, also if the second one has: no process has the job."""
         packet = encode_message(
             StartRun(
                 fence=claimed.fence,
@@ -184,12 +186,13 @@ class JobExecutor:
                 secrets=dict(self.pool.secrets_of(job)),
             )
         )
-        child = self.pool.take(job)
-        if not child.send_job(packet):
-            self._log.warning("job_child_gone", pid=child.pid, job=claimed.job_id)
+        for _ in range(_MAX_SENDS):
             child = self.pool.take(job)
-            child.send_job(packet)
-        return child
+            if child.send_job(packet):
+                return child
+            self._log.warning("job_child_gone", pid=child.pid, job=claimed.job_id)
+            self.pool.give_back(child)
+        raise NotForked(f"{_MAX_SENDS} processes have ended before they were given the job")
 
     # --- what is due now and then -----------------------------------------------------------------
 
@@ -204,10 +207,16 @@ class JobExecutor:
         if not self.pool.watches_memory or time.monotonic() < self._next_memory_check:
             return
         self._next_memory_check = time.monotonic() + MEMORY_CHECK_INTERVAL_S
-        for run in self._runs:
-            if run.kill_reason != "memory" and self.pool.exceeds_memory(run):
-                self._log.warning("job_exceeds_memory", job=run.claimed.job_id, type=run.job.name)
-                self._runs.kill_now(run, "memory")
+        for run in {run.child: run for run in self._runs}.values():
+            if run.kill_reason not in MEMORY_KILLS and self.pool.exceeds_memory(run):
+                self._kill_for_memory(run.child)
+
+    def _kill_for_memory(self, child: JobChild) -> None:
+        runs = self._runs.runs_in(child)
+        reason = "memory" if len(runs) == 1 else "process_memory"  # whose it is, nobody knows
+        for run in runs:
+            self._log.warning("job_exceeds_memory", job=run.claimed.job_id, type=run.job.name)
+            self._runs.kill_now(run, reason)
 
     def seconds_until_due(self) -> float:
         """Seconds until `run_due` has something to do."""
@@ -219,7 +228,7 @@ class JobExecutor:
     # --- the spare child --------------------------------------------------------------------------
 
     def needs_spare_child(self) -> bool:
-        """Whether a child should be forked ahead of need."""
+        """Returns True if a child should be forked ahead of need."""
         is_missing = not self.stopping and self.pool.ready and not self.pool.has_spare()
         return is_missing and self.fork_backoff.due()
 

@@ -46,7 +46,7 @@ class RunnerIdentity:
 
 
 class ClaimedJob(msgspec.Struct, frozen=True):
-    """One job that this runner holds. `fence` decides whether its end may be written."""
+    """Describes one job that this runner holds. `fence` decides whether its end may be written."""
 
     job_id: str
     body: bytes
@@ -106,7 +106,7 @@ class Renewal:
 
 
 class JobQueue:
-    """One runner's calls. Raises `ValkeyFailed`."""
+    """Makes one runner's calls of the queue. They raise `ValkeyFailed`."""
 
     def __init__(
         self, client: Valkey, identity: RunnerIdentity, tag: str = job_keys.FLEET_TAG

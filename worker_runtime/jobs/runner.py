@@ -95,7 +95,7 @@ class QueueListener(Doorbell):
 
 
 class JobRunner:
-    """One runner process, from its start to its exit code."""
+    """Runs one runner process, from its start to its exit code."""
 
     def __init__(self, config: RunnerConfig, registry: JobRegistry, log: Log) -> None:
         self._config = config

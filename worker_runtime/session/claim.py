@@ -50,7 +50,7 @@ _MAX_SETTLE_ATTEMPTS = 3
 
 
 class InboxHandler(ABC):
-    """Shared by claiming and resuming: reads the inbox, renews the mark, answers a claim."""
+    """Reads the inbox, renews the mark and answers a claim, both for claiming and for resuming."""
 
     def __init__(self, parts: SessionParts) -> None:
         self._parts = parts
@@ -150,7 +150,7 @@ class InboxHandler(ABC):
 
 
 class ClaimHandler(InboxHandler):
-    """Takes a worker from the pool to its user."""
+    """Claims a worker of the pool for a user."""
 
     _claim: Claim | None = None
     _last_reply: ClaimReply | None = None

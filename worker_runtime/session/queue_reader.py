@@ -34,9 +34,9 @@ class RequestQueueReader:
         self._since_ns = 0
 
     def is_switch_current(self) -> bool:
-        """Returns True if the switch was written to the present server. If not, it may be
-        an older one, and requests stay in their queue until the watcher has written it
-        again. Raises `ValkeyFailed`."""
+        """Returns True if the switch was written to the present server, or if Valkey has none (then
+        `pop` reads it as halted). Otherwise it may be an older one, and requests stay in their
+        queue until the watcher has written it again. Raises `ValkeyFailed`."""
         server = self._client.server()
         if server != self._current_server:
             written_to = self._client.execute(
@@ -51,7 +51,7 @@ class RequestQueueReader:
     def _known_since(self, server: str) -> int:
         """Returns since when this server is known, in CLOCK_MONOTONIC ns.
 
-        Returns now if another server is noted.
+        Returns 0 if no server is noted, and now if another one is.
         """
         noted, at_ms = self._client.execute("HMGET", keys.SERVER_SINCE, "server", "at_ms")
         if noted is None:

@@ -1,6 +1,7 @@
 """Decodes and executes each request, then sends its events and its answer.
 
-Forged, replayed and late requests are discarded without an answer.
+Forged, late and stale requests are discarded without an answer. An order that this session knows
+gets its first answer again, and one that it has put back expires with an answer.
 """
 
 from collections.abc import Callable
@@ -171,12 +172,13 @@ class RequestHandler:
 
     def _discard_if_stale(self, request: Request, item: QueueItem) -> bool:
         """Discards the request, and returns True, if it may have been pushed again: it is late, a
-        repeated change, or an order of another generation of Valkey.
+        repeated `ReplaceOrder`, or an order of another generation of Valkey.
 
-        An order that this session knows gets its first answer again. An order that this session has
-        put back is not discarded when it is late: it is answered as expired. Within the deadline,
-        an order is recognised by this worker's memory (also across a restart of its session), by
-        the journal, by the open orders in the claim, and by the broker's list at the login.
+        Repeated cancels are executed. An order that this session knows gets its first answer again.
+        An order that this session has put back is not discarded when it is late: it is answered as
+        expired. Within the deadline, an order is recognised by this worker's memory (also across a
+        restart of its session), by the journal, by the open orders in the claim, and by the
+        broker's list at the login.
         Remaining risk: an attacker who can delete the journal entry and the event SUBMITTING within
         milliseconds, kill the worker, and push the order again before its deadline, can cause a
         second submission by the user's next worker where the broker's list is late.

@@ -30,7 +30,7 @@ _LAST_FLUSH_TIMEOUT_S = 2.0
 
 
 class Session:
-    """One session process, from the fork to its exit code.
+    """Runs one session process, from the fork to its exit code.
 
     It serves the worker's assignment, which outlives it: a successor continues it. Its broker
     sessions (`AccountSession`) end with the process.

@@ -1,4 +1,4 @@
-"""One account of the user: its credentials, its broker session, and why it has none.
+"""Holds one account of the user: its credentials, its broker session, and why it has none.
 
 `CredentialOpener` is the one place where a user's secrets become readable (invariant *sealed*).
 """
@@ -32,12 +32,12 @@ _PAUSE_ERRORS = (errors.LoginLimited, errors.BrokerMaintenance)
 
 @dataclass(frozen=True, slots=True)
 class OpenedAccount:
-    """One account with its credentials in clear."""
+    """Holds one account with its credentials in clear."""
 
     key: ConnectionKey
     version: int
     credentials: Credentials = field(repr=False)
-    #: Under which its person's calls are counted (`SealedAccount`).
+    #: Names under which its person's calls are counted (`SealedAccount`).
     budgets: Sequence[str]
     #: As in `SealedAccount`.
     books_first: bool = False
@@ -82,8 +82,8 @@ class AccountSession:
         self.listed = False
         #: Code of the error with which the last listing failed.
         self.listing_error = ""
-        #: Tries to log in: in the end about 100 an hour, of the 1,000 logins that a person has in a
-        #: day.
+        #: Tries to log in: in the end about 80 an hour (waits of 30 to 60 s), of the 1,000 logins
+        #: that a person has in a day.
         self.login_backoff = Backoff(login_pause, 60.0)
         #: Pauses that the broker asked for in a row, by refusing a login.
         self.pauses = 0
@@ -97,13 +97,13 @@ class AccountSession:
         #: Whether orders still wait for the orchestrator to compare what was listed since the
         #: login.
         self.books_awaited = False
-        #: Unix ms of the login, by this process's clock, or behind the last report that was
-        #: compared: reports from before are of an earlier session, or repeats, and are ignored.
+        #: Unix ms, by this process's clock: the time of the login, or just after the last report
+        #: that was compared. Earlier reports are repeats or of another session, and are ignored.
         self.opened_ms = 0
         #: CLOCK_MONOTONIC ns at which the books were found to differ; 0: they were not.
         self.differs_since = 0
-        #: Tries to read them while orders are executed: each may hold up one for as long as a ping
-        #: does.
+        #: Tries to read the positions while orders are executed: each may delay an order by as much
+        #: as a ping does.
         self.positions_backoff = Backoff(1.0, 60.0)
         #: Tries to get room for a ping.
         self.ping_backoff = Backoff(0.5, 5.0)
@@ -115,18 +115,18 @@ class AccountSession:
 
     @property
     def away(self) -> bool:
-        """Whether the broker cannot be reached or takes no further login for now."""
+        """Returns True if the broker cannot be reached or takes no further login for now."""
         return isinstance(self.error, _BROKER_AWAY)
 
     @property
     def limited(self) -> bool:
-        """Whether another login now would only count against the limit again."""
+        """Returns True if another login now would only count against the limit again."""
         return isinstance(self.error, errors.LoginLimited) and not self.login_backoff.due()
 
     @property
     def ready(self) -> bool:
-        """Whether requests need not wait: it has a session with its orders listed, and compared
-        where that is awaited; or its login was refused, for good."""
+        """Returns True if requests need not wait: there is a session with its orders listed, and
+        compared where that is awaited, or the login was refused for good."""
         listed = self.broker is not None and self.listed
         return self.refused is not None or (listed and not self.books_awaited)
 
@@ -157,8 +157,8 @@ class AccountSession:
         (self.positions_backoff if self.listed else self.listing_backoff).failed()
 
     def failing_for(self) -> float:
-        """Returns the seconds since the first of the logins in a row that the broker did not
-        answer, or not sensibly."""
+        """Returns the seconds since the first of the latest logins in a row to which the broker
+        gave no answer, or no usable one."""
         return 0.0 if self._failing_since is None else time.monotonic() - self._failing_since
 
     def login(self) -> AccountLogin | None:
@@ -186,7 +186,7 @@ class AccountSession:
 
     def lost(self, reason: str) -> Broker | None:
         """Notes that the broker session was lost and returns it, so that the caller can close it.
-        Tries count anew."""
+        Failed tries are counted from 0 again."""
         broker, self.broker = self.broker, None
         self.attempt = None
         self.suspect = False
@@ -245,9 +245,9 @@ def apply_min_pause(key: ConnectionKey, error: errors.BerthError) -> None:
 
 
 def _pause_after(error: errors.BerthError, times: int) -> float:
-    """Returns the seconds before the next login after `times` in a row for which the broker asked
-    for a pause. Doubled each time, because another call during a pause may extend it (Shioaji's
-    manual)."""
+    """Returns the seconds until the next login after the broker has asked for a pause `times` times
+    in a row. The pause doubles each time, because another call during a pause may extend it
+    (Shioaji's manual)."""
     if not error.retry_after:
         return 0.0
     doubled: float = error.retry_after * 2 ** (times - 1)

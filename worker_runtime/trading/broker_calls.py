@@ -65,8 +65,8 @@ class BrokerCalls:
     _spent_ns: int = field(default=0, init=False)
 
     def ensure_session(self, account_id: str, item: QueueItem, *, listed: bool = True) -> Broker:
-        """Returns a live session of the account. Raises if there is none by the request's deadline;
-        no order was sent then."""
+        """Returns a live session of the account. Raises if there is none by the request's deadline
+        or within the broker timeout; no order was sent then."""
         self.call_timeout(item)
         return self.broker_sessions.ensure_session(
             account_id, item.seconds_left(), at_most=self.broker_timeout, listed=listed
@@ -77,7 +77,7 @@ class BrokerCalls:
         return self.broker_sessions.has_other_session(account_id)
 
     def session(self, account_id: str) -> AccountSession:
-        """Returns the state of an account that has had a session."""
+        """Returns the session object of an account that was loaded (`load`), connected or not."""
         return self.broker_sessions.session(account_id)
 
     def call_timeout(self, item: QueueItem) -> float:

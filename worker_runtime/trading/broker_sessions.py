@@ -57,7 +57,7 @@ class BrokerSessions:
 
     @property
     def loaded(self) -> bool:
-        """Whether there are credentials.
+        """Returns True if there are credentials.
 
         A fresh session has none until the orchestrator sends them.
         """
@@ -221,7 +221,7 @@ class BrokerSessions:
         return error
 
     def session(self, account_id: str) -> AccountSession:
-        """Call it only for an account that has had a session."""
+        """Returns the session object of an account that was loaded (`load`), connected or not."""
         return self._account_sessions[account_id]
 
     def renew_leases(self) -> None:

@@ -21,7 +21,7 @@ AddWorkerEvent = Callable[[WorkerEventKind, str, Sequence[AccountLogin]], None]
 
 
 def logins_of(sessions: Collection[AccountSession]) -> list[AccountLogin]:
-    """Returns how the logins stand that were tried."""
+    """Returns the state of each login that was tried."""
     return [login for session in sessions if (login := session.login()) is not None]
 
 
@@ -31,7 +31,7 @@ class HealthMonitor:
     def __init__(self, shared_state: SharedState, add_event: AddWorkerEvent) -> None:
         self._shared_state = shared_state
         self._add_event = add_event
-        #: What was last told of each account: its id, what is wrong, the version that was rejected.
+        #: What was last reported of each account: its id, its fault, the version that was rejected.
         self._brief: list[tuple[str, str, int]] = []
         shared_state.trouble, shared_state.condition = NO_ERROR, HealthCondition.NEW
         shared_state.accounts = shared_state.accounts_connected = 0
@@ -40,7 +40,7 @@ class HealthMonitor:
         """Reports the worker's health if that, or an account's login, has changed. `detail`: for
         CONNECTED.
 
-        The worker is well while one account is: each of the others has a reason of its own.
+        The worker is healthy while one account is: each of the others has a reason of its own.
         """
         self._shared_state.accounts = len(sessions)
         self._shared_state.accounts_connected = sum(

@@ -41,9 +41,9 @@ _decoder = msgspec.json.Decoder(Instrument)
 
 @dataclass(frozen=True)
 class ListBounds:
-    """How much of a list a session holds, and for how long."""
+    """Limits how much of a list a session holds, and for how long."""
 
-    #: An instrument has about 330 bytes as JSON, so the first is met first. Longer lists are
+    #: An instrument has about 330 bytes as JSON, so this bound is reached first. Longer lists are
     #: refused as a whole (`INSTRUMENTS_TOO_MANY`): a part of one would look like a list from which
     #: instruments have vanished.
     max_instruments: int = 100_000
@@ -127,7 +127,7 @@ class HeldList:
 
 @dataclass(eq=False, repr=False)
 class ListLoad:
-    """One reading of a broker's list, in a thread of its own."""
+    """Reads a broker's list once, in a thread of its own."""
 
     broker: ListsInstruments
     account_id: str

@@ -37,7 +37,7 @@ class OrderChanger:
             changed = self._change(request, item)
         except BerthError as error:
             known = self._tracker.known_outcome(request.order_id)
-            return known[0] if known else None, Failure.of(error)
+            return known.outcome if known else None, Failure.of(error)
         key = self._broker_calls.session(request.account_id).account.key
         self._tracker.apply_change(key, OrderChanged(event_id="", order=changed))
         return order_outcome_of(request.order_id, changed), None

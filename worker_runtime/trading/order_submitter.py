@@ -55,11 +55,12 @@ _MAX_CLOCK_SKEW_NS = NS_PER_S
 #: Seconds that a popped order waits until a new Valkey server has the switch. The watcher writes it
 #: within two seconds.
 SWITCH_TIMEOUT_S = 10.0
-#: Deadlines are whole milliseconds.
+#: Nanoseconds by which an order's time of acceptance, which is calculated from its deadline, may be
+#: off. Deadline, lifetime and remaining time are each rounded to milliseconds: 10 ms covers that.
 _DEADLINE_ROUNDING_NS = NS_PER_S // 100
 #: Nanoseconds after which PostgreSQL knows of an unknown outcome: the recorder needs milliseconds,
-#: an API that waits writes it after 2 s. Must be shorter than the time after which a broker's
-#: list proves that it lacks the order (`absent_after`).
+#: the API's `OutcomeWriter` 2 to 4 s. Must be shorter than the time after which a broker's list
+#: proves that it lacks the order (`absent_after`).
 _RECORDED_AFTER_NS = 5 * NS_PER_S
 
 
@@ -109,8 +110,8 @@ def check_price_bounds(request: PlaceOrder | ReplaceOrder, broker: Broker) -> No
 
 
 def check_terms(order: PlaceOrder, key: ConnectionKey) -> None:
-    """Raises `PriceTypeRule` or `OrderTermsRule` for terms that this worker's record of the broker
-    does not have, as when the API has a newer record: nothing is sent then. A look-up in memory."""
+    """Raises `PriceTypeRule` or `OrderTermsRule` for terms that are not in this worker's record of
+    the broker, for example because the API has a newer record. Sends nothing, asks nobody."""
     plugin = installed_brokers().get(key.broker)
     if plugin is not None:
         refusal = plugin.record.market(key.broker_type).refusal(*terms_of(order))
@@ -350,7 +351,9 @@ class OrderSubmitter:
 
     def _postponement(self, order: PlaceOrder, item: QueueItem, error: BerthError) -> Exception:
         if item.seconds_left() <= 0:
-            return DeadlineExceeded(f"until then: {error.code}: {error.detail}")
+            return DeadlineExceeded(
+                f"The deadline passed while the order waited ({error.code}: {error.detail})."
+            )
         self.log.warning("order_postponed", order_id=order.order_id, code=error.code)
         return OrderPostponed(order)
 

@@ -220,7 +220,7 @@ class OrderTracker:
         fills = list(reported.fills)
         if fill is not None and all(fill.fill_id != known.fill_id for known in fills):
             fills.append(fill)
-        # Sort reported fills first, so that a late fill adds to their total.
+        # Fills whose events were sent come first, so that a late fill adds to their total.
         fills.sort(
             key=lambda fill: f"{entry.order.order_id}:fill:{fill.fill_id}" not in self._sent_ids
         )

@@ -8,7 +8,7 @@ from worker_runtime.protocol.requests import HALTED_SWITCH, UserSwitch
 
 @dataclass(frozen=True, slots=True)
 class QueueItem:
-    """What `pop.lua` returned. `kind`: control, request, empty, stale, fenced or no_owner."""
+    """Holds what `pop.lua` returned. `kind`: control, request, empty, stale, fenced or no_owner."""
 
     kind: str
     raw: bytes

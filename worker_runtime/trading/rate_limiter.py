@@ -4,9 +4,10 @@ Valkey counts for each user and person (`spend_budget.lua`, `take_connection.lua
 user's successive workers. A call beyond the limit waits while its caller can wait; then it is
 refused, and nothing has been sent.
 
-Keys hold no person id but a keyed hash of user and person: neither a worker nor who reads Valkey
-has the key. That key is rotated: for a while there are two, and a worker claimed then counts under
-the names of both, so that it shares each limit with workers claimed before and after.
+The names in Valkey hold a keyed hash of user and person instead of a person id. Neither a worker
+nor anyone who reads Valkey has the key of that hash. The key is rotated: for a while there are two,
+and a worker claimed then counts under the names of both, so that it shares each limit with workers
+claimed before and after.
 
 | worker claimed | counts under the name of |
 |---|---|
@@ -14,8 +15,8 @@ the names of both, so that it shares each limit with workers claimed before and 
 | during the rotation, while both keys are in use | both keys |
 | after the rotation, when the older key is gone | the newer key |
 
-In the same way it counts under a name that linked users share, and under that of 0.1.0 if the
-user's worker before was claimed by that release.
+In the same way a worker also counts under the name that linked users share, and under the name of
+release 0.1.0 if that release claimed the user's previous worker.
 """
 
 import time
@@ -39,8 +40,8 @@ from worker_runtime.protocol.scripts import (
 )
 from worker_runtime.trading.account_session import MAX_PAUSE_S, OpenedAccount
 
-#: Seconds that a call may wait now. The limiter asks repeatedly; raises what forbids the call
-#: meanwhile.
+#: Returns the seconds that a call may still wait, or raises the error that forbids the call by now.
+#: The limiter asks repeatedly while the call waits.
 WaitLimit = Callable[[], float]
 
 #: Seconds within which a granted call must be sent. The windows are longer by this time, so that a
@@ -84,7 +85,7 @@ class _BudgetWindow(NamedTuple):
     cost: int
     span_ms: int
     limit: int
-    #: Calls for the rest of a day whose count was lost.
+    #: How many calls are allowed in the rest of a day whose count was lost.
     reserve: int
 
     @classmethod
@@ -112,7 +113,7 @@ _WINDOWS = {
 
 
 class _BudgetOwner(NamedTuple):
-    """Whose calls are counted, under one key."""
+    """Names whose calls are counted under one key."""
 
     name: str
     #: How many persons' limits it may use.
@@ -123,7 +124,7 @@ class _BudgetOwner(NamedTuple):
 
 
 class _BudgetQuery(NamedTuple):
-    """One question for Valkey: a script, and who asks for what.
+    """Describes one question for Valkey: a script, and who asks for what.
 
     `words` and `numbers` are its arguments.
     """
@@ -188,7 +189,7 @@ class SharedRateLimiter:
             numbers = [self._day_begins_ms(account)]
             numbers += [number for each in windows for number in each[1:]]
             query = _BudgetQuery(SPEND_BUDGET, owner, kind, names, [call], numbers)
-            self._await(query, wait_limit, error, f"the budget of {kind.value} is used up")
+            self._await(query, wait_limit, error, f"The broker's limit of {kind.value} is used up")
         self._granted_at = self._asked_at
 
     def connect(self, account: OpenedAccount, wait_limit: WaitLimit) -> None:
@@ -208,7 +209,7 @@ class SharedRateLimiter:
                     query,
                     wait_limit,
                     LoginLimited,
-                    "no connection of the person is known to be free",
+                    "No connection of the person is known to be free",
                 )
             self.spend(account, CallKind.LOGIN, wait_limit)
         except BerthError:
@@ -216,8 +217,8 @@ class SharedRateLimiter:
             raise
 
     def note_pause(self, account: OpenedAccount, first_pause_s: float) -> None:
-        """Has nobody log in for the account's person for a while, since the broker has asked for
-        that. Never raises."""
+        """Blocks logins of the account's person for a while, as the broker has asked. Never
+        raises."""
         arguments = [
             _ms(first_pause_s),
             _ms(max(MAX_PAUSE_S, first_pause_s)),
@@ -256,7 +257,7 @@ class SharedRateLimiter:
 
         def refusal(ms: int, why: str = lack, away: bool = False) -> BerthError:
             kind = CountUnavailable if away and error is RateLimited else error
-            return kind(f"{why}; ask again in {ms} ms. Nothing was sent", retry_after=ms / 1000)
+            return kind(f"{why}. Nothing was sent. Retry in {ms} ms.", retry_after=ms / 1000)
 
         while True:
             try:
@@ -302,9 +303,9 @@ class SharedRateLimiter:
 
     @property
     def _never_served(self) -> bool:
-        """Whether this is the first session of the user's first worker, for which a missing count
-        was not lost. The one gap: another user of the same person may have called in the seconds
-        before a loss of data."""
+        """Returns True in the first session of the user's first worker: a count that is missing
+        then was not lost. The one gap: another user whom an operator linked to the same person may
+        have called in the seconds before a loss of data."""
         state = self._shared_state
         return state.epoch == 1 and state.claimed_session == state.session_number
 

@@ -25,8 +25,8 @@ from worker_runtime.trading.health import AddWorkerEvent, logins_of
 
 #: Failed logins in a row after which this process is given up.
 MAX_LOGIN_FAILURES = 3
-#: Seconds of failing logins after which a process that had a session is given up. Its successor is
-#: not.
+#: Seconds of failing logins after which a process that had a session is given up. Its successor,
+#: which has had none, is not.
 MAX_AWAY_S = 300.0
 #: Seconds without a request after which sessions of other accounts may be closed for one that needs
 #: a fresh process.

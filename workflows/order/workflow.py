@@ -2,8 +2,8 @@
 `order-{order_id}`: follows it until it is.
 
 It changes nothing at the broker. In growing pauses it reads PostgreSQL, where events have settled
-most orders by then, and the broker's own list. What makes no progress is put on the list for a
-person. The sweeper starts it again until the order is final.
+most orders by then, and the broker's own list. An order that makes no progress is put on
+the operators' list. The sweeper starts the workflow again until the order is final.
 """
 
 import contextlib
@@ -126,7 +126,7 @@ class OrderWorkflow:
         follow = self._order
         text = f"### {follow.state}\n\nAt the broker: {follow.finding}."
         if follow.attention:
-            text += f"\n\n**A person has to look at it**: {follow.attention}"
+            text += f"\n\n**Needs attention**: {follow.attention}"
         if text != self._shown:
             shown = "needs_attention" if follow.attention else follow.state
             workflow.upsert_search_attributes(

@@ -1,4 +1,4 @@
-"""What an event of a worker's stream changes in the state of its user's worker.
+"""Decides what an event of a worker's stream changes in the state of its user's worker.
 
 Events come at least once, late, and from earlier workers. An event counts only if it is of the
 present worker and epoch, and newer than the last one that counted.

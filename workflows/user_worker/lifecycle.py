@@ -1,4 +1,4 @@
-"""What the steps of a user's workflow share: the present state, interruptions, a worker's stop.
+"""Holds what the steps of a user's workflow share: the state, interruptions, a worker's stop.
 
 `ClaimWorkerGone`, `WorkOutdated` and `StartFailed` end a step and never leave the workflow.
 """
@@ -83,7 +83,7 @@ class SharedFuture(Generic[T]):
 
 
 class WorkerLifecycle:
-    """One user's worker as the workflow knows it, and what callers asked for."""
+    """Holds one user's worker as the workflow knows it, and what callers asked for."""
 
     def __init__(
         self, state: UserWorkerState, timeline: Timeline, stop: Mapping[str, Any] | None = None
@@ -274,8 +274,8 @@ class WorkerLifecycle:
     async def confirm_stop(
         self, reason: str, *, grace: float, crashed: bool = False, reopen: bool = False
     ) -> int:
-        """Waits until the launcher has confirmed the end. Returns more than 0 if orders or jobs are
-        still queued.
+        """Waits until the worker's end is certain: confirmed by the launcher, or fenced long
+        enough. Returns more than 0 if orders or jobs are still queued.
 
         Asks again until the end is certain, in later runs if necessary: before that, no other
         worker may connect (one-owner). With `crashed`, the end counts for the backoff of later

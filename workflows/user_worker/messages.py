@@ -12,8 +12,8 @@ from typing import Any
 STOP_TIMEOUT_S = 20.0
 #: Seconds that a crash of a user's worker counts for backoff and parking.
 CRASH_WINDOW_S = 600.0
-#: Why a worker is replaced that ran no more when somebody looked,
-#: before its launcher reported an end.
+#: The reason for replacing a worker that a check found not running, before its launcher reported
+#: an end.
 WAS_GONE = "the worker was gone"
 
 
@@ -34,7 +34,7 @@ class WorkerState(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerRef:
-    """One worker and its assignment to one user."""
+    """Names one worker and its assignment to one user."""
 
     worker_id: str
     task_id: str
@@ -164,7 +164,7 @@ class Examine:
 
 @dataclass(frozen=True, kw_only=True)
 class Transition:
-    """One change of state in the life of a user's worker, as the timeline keeps it."""
+    """Describes one change of state in the life of a user's worker, as the timeline keeps it."""
 
     #: Grows by one within all runs of one chain; unique together with `RecordTimeline.chain`.
     number: int
@@ -191,7 +191,7 @@ class RecordTimeline:
 
 @dataclass(frozen=True, kw_only=True)
 class UserWorkerFacts:
-    """What a user's workflow knows of its worker and shows as it is."""
+    """Holds what a user's workflow knows of its worker and shows as it is."""
 
     user_id: str
     since: float = 0.0
@@ -202,7 +202,8 @@ class UserWorkerFacts:
     attempts: int = 0
     #: Of the last known order or control message.
     last_activity: float = 0.0
-    #: What is last known of the broker connections: "well", or "degraded: …" with the reason.
+    #: What is last known of the broker connections: "well" (healthy), or "degraded: …" with the
+    #: reason.
     health: str = ""
     health_at: float = 0.0
     #: What went wrong with the last reload of credentials; empty: nothing.
@@ -340,8 +341,8 @@ class WorkerHealth:
     generation: str = ""
     #: The state that the worker reports itself, such as `Active` or `Reconnecting`.
     worker_state: str = ""
-    #: It is gone, and nobody has reported how it ended:
-    #: no worker's own crash goes without a report.
+    #: It is gone, and nobody has reported how it ended. A worker's own crash is always reported, so
+    #: the infrastructure ended it.
     unreported: bool = False
     #: It has an order in hand, and its lease may not have ended.
     in_flight: bool = False

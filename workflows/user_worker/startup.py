@@ -50,7 +50,7 @@ async def start_worker(life: WorkerLifecycle, *, adopt_only: bool = False) -> No
     failed_versions: tuple[str, ...] = ()
     while tries < MAX_CLAIM_ATTEMPTS:
         adopts = adopt_only and life.start is None
-        if adopt_only and tries and adopts:
+        if tries and adopts:
             raise NothingToAdopt
         life.state = life.state.claimed(str(workflow.uuid4()), life.now())
         try:

@@ -99,7 +99,7 @@ class IllegalTransition(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class UserWorkerState(UserWorkerFacts):
-    """One moment in the life of one user's worker. Every method returns the next moment."""
+    """Describes one moment in the life of a user's worker. Every method returns the next moment."""
 
     pool: str
     settings: UserWorkerSettings
@@ -163,7 +163,7 @@ class UserWorkerState(UserWorkerFacts):
             return "gives the replaced session its credentials"
         # The worker was in service.
         if self.state == WorkerState.FAILED and self.worker is not None and self.health:
-            return "waits until the launcher confirms the worker's end, then gets another"
+            return "waits until the worker's end is certain, then gets another"
         if self.state == WorkerState.FAILED and self.retry_at:
             return "tries again after a pause"
         if self.state == WorkerState.RECONNECTING and self.health.startswith("degraded"):

@@ -38,7 +38,7 @@ MAX_RESTORE_RETRY_INTERVAL_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerDecision:
-    """What must happen to the worker; with all fields empty it stays."""
+    """Says what must happen to the worker; with all fields empty it stays."""
 
     #: It is dead or useless, for this reason: another one takes its place.
     replace: str = ""
@@ -97,6 +97,9 @@ async def check_deadline(life: WorkerLifecycle) -> WorkerDecision:
     if health is not None and health.over:
         return ASSIGNMENT_OVER
     last = max(state.last_activity, health.last_activity if health else 0.0)
+    # In this order: without a reading, or without the mark of a worker that may run, nobody knows
+    # when it was used last, so it stays. An idle one ends even if it is gone already: its user
+    # needs no other. Only then is one that is gone replaced; what comes last keeps the worker.
     if health is None or (not health.marked and health.running is not False):
         life.state = state.checked(now + CHECK_INTERVAL_S, now)
     elif state.idle_at(last) <= now:

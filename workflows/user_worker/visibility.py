@@ -1,4 +1,4 @@
-"""What others see of a user's workflow: search attributes, current details, and the timeline.
+"""Shows a user's workflow to others: search attributes, current details, and the timeline.
 
 Transitions of the timeline are collected at once and written in the background: callers are
 answered first, and one activity at a time writes what has come together. What is not written yet is
@@ -151,7 +151,7 @@ class Timeline:
 
     @property
     def settled(self) -> bool:
-        """Whether nothing is being written."""
+        """Returns True if nothing is being written."""
         return self._task is None
 
     def carried(self) -> dict[str, Any]:

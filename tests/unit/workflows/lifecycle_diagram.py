@@ -54,13 +54,13 @@ AT_DEADLINE: dict[WorkerState, str] = {
     WorkerState.POOL_IDLE: "the run ends",
     WorkerState.CLAIMED: "counts as failed",
     WorkerState.CONNECTING: "counts as failed; three logins at most",
-    WorkerState.FAILED: "the launcher is asked again, until it confirms the old worker's end",
+    WorkerState.FAILED: "Berth asks again until the old worker's end is certain",
     WorkerState.ACTIVE: "checks the worker: IdleTimeout if not used since; else it may stay "
     "that much longer",
     WorkerState.RECONNECTING: "checks the worker, then every 20 min: IdleTimeout if it was "
     "idle that long",
     WorkerState.IDLE_TIMEOUT: "Draining",
-    WorkerState.DRAINING: "the launcher is asked again, until it confirms the end",
+    WorkerState.DRAINING: "Berth asks again until the end is certain",
     WorkerState.PARKED: "the run ends; the next order starts anew",
     WorkerState.TERMINATED: "-",
 }

@@ -14,7 +14,7 @@ from worker_runtime.process.valkey import ValkeyFailed
 
 
 class Announcement:
-    """One runner's types. They are announced each time it registers."""
+    """Announces one runner's types each time it registers."""
 
     def __init__(self, config: RunnerConfig, manifest: bytes, log: Log) -> None:
         self._config = config

@@ -10,10 +10,10 @@ import contextlib
 import socket
 import sys
 import time
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TextIO
 
 import msgspec
@@ -22,12 +22,13 @@ from berth_jobs.declaration import DeclaredJob, JobFunction, encode_value
 
 from worker_runtime.jobs.child_process import (
     MAX_DETAIL_LENGTH,
-    MAX_TRACEBACK_LENGTH,
     CancelRun,
     ChildProcess,
+    ProgressReporter,
     RunOutcome,
     StartRun,
-    encode_message,
+    describe_error,
+    encode_outcome,
     read_to_child,
     receive_packet,
 )
@@ -91,7 +92,7 @@ class OwnChildProcess(ChildProcess):
             return _failed(start, None, error, 0.0)
         if declared.concurrency > 1:
             # From now on this child runs jobs of this type, until the runner closes its socket.
-            asyncio.run(_AsyncJobs(self._link, self._types, self.send_progress).serve(start))
+            asyncio.run(_AsyncJobs(self._link, self._types).serve(start))
             self.leave()
         outcome = self._run(start, job, declared)
         # A secret may still be in this process's memory: no job of another type runs here after it.
@@ -100,15 +101,17 @@ class OwnChildProcess(ChildProcess):
         return outcome
 
     def _run(self, start: StartRun, job: Job, declared: DeclaredJob) -> RunOutcome:
+        progress = ProgressReporter(self._link, start.fence)
         began = time.monotonic()
         try:
             arguments = _arguments(declared, job)
-            with use_context(_context(start, job, self.send_progress)):
+            with use_context(_context(start, job, progress)):
                 returned = declared.call(arguments)
                 if declared.is_async:
                     returned = asyncio.run(returned)
             value = _encode_result(returned)
         except BaseException as error:  # the job's boundary: anything it raises is its outcome
+            progress.send_last()
             return _failed(start, declared, error, time.monotonic() - began)
         return RunOutcome(
             fence=start.fence, value=msgspec.Raw(value), took=time.monotonic() - began
@@ -118,12 +121,9 @@ class OwnChildProcess(ChildProcess):
 class _AsyncJobs:
     """Runs several jobs of one async type at once in this process."""
 
-    def __init__(
-        self, link: socket.socket, types: OwnTypes, send_progress: Callable[[int, object], None]
-    ) -> None:
+    def __init__(self, link: socket.socket, types: OwnTypes) -> None:
         self._link = link
         self._types = types
-        self._send_progress = send_progress
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     async def serve(self, first: StartRun) -> None:
@@ -156,28 +156,29 @@ class _AsyncJobs:
             self._begin(message)
 
     def _begin(self, start: StartRun) -> None:
-        task = asyncio.create_task(self._run(start))
-        self._tasks[start.fence] = task
-        task.add_done_callback(lambda _: self._tasks.pop(start.fence, None))
+        self._tasks[start.fence] = asyncio.create_task(self._run(start))
 
     async def _run(self, start: StartRun) -> None:
+        progress = ProgressReporter(self._link, start.fence)
         began, declared = time.monotonic(), None
         output: list[str] = []
         token = _output.set(output)
         try:
             job = read_job(bytes(start.job))
             declared = self._types.find(job)
-            with use_context(_context(start, job, self._send_progress)):
+            with use_context(_context(start, job, progress)):
                 value = _encode_result(await declared.call(_arguments(declared, job)))
             took = time.monotonic() - began
             outcome = RunOutcome(fence=start.fence, value=msgspec.Raw(value), took=took)
         except BaseException as error:  # the job's boundary
+            progress.send_last()
             outcome = _failed(start, declared, error, time.monotonic() - began)
         finally:
+            del self._tasks[start.fence]  # a cancel comes too late, and must not stop the report
             _output.reset(token)
         text = "".join(output)[-_MAX_OUTPUT_LENGTH:]
         with contextlib.suppress(OSError):
-            packet = encode_message(msgspec.structs.replace(outcome, output=text, last=False))
+            packet = encode_outcome(msgspec.structs.replace(outcome, output=text, last=False))
             await asyncio.get_running_loop().sock_sendall(self._link, packet)
 
 
@@ -194,6 +195,8 @@ class _JobOutput:
         written = _output.get()
         if written is None:
             return self._stream.write(text)
+        if not isinstance(text, str):
+            raise TypeError(f"write() argument must be str, not {type(text).__name__}")
         if len(written) < 10_000:
             written.append(text[:_MAX_OUTPUT_LENGTH])
         return len(text)
@@ -211,7 +214,7 @@ def _arguments(declared: DeclaredJob, job: Job) -> msgspec.Struct:
     return arguments
 
 
-def _context(start: StartRun, job: Job, send_progress: Callable[[int, object], None]) -> JobContext:
+def _context(start: StartRun, job: Job, progress: ProgressReporter) -> JobContext:
     return JobContext(
         job_id=job.job_id,
         type=job.name,
@@ -219,13 +222,15 @@ def _context(start: StartRun, job: Job, send_progress: Callable[[int, object], N
         fence=start.fence,
         deadline=time.monotonic() + job.timeout,
         secrets=start.secrets,
-        send_progress=lambda value: send_progress(start.fence, value),
+        send_progress=progress.report,
     )
 
 
 def _encode_result(returned: object) -> bytes:
     """Raises `ResultTooLarge`, and `TypeError` for what has no JSON."""
     value: bytes = encode_value(returned)
+    if isinstance(returned, msgspec.Raw):
+        msgspec.json.decode(value)  # it may hold anything, and the runner could not read it
     if len(value) > MAX_RESULT_BYTES:
         raise ResultTooLarge(f"{len(value)} bytes are more than {MAX_RESULT_BYTES}")
     return value
@@ -234,17 +239,17 @@ def _encode_result(returned: object) -> bytes:
 def _failed(
     start: StartRun, declared: DeclaredJob | None, error: BaseException, took: float
 ) -> RunOutcome:
-    text = "".join(traceback.format_exception(error))[-MAX_TRACEBACK_LENGTH:]
-    retryable, delay = isinstance(error, UnknownJob), None
-    code, detail = "JOB_FAILED", f"{type(error).__name__}: {error}"
+    detail, text = describe_error(error)
+    code, delay = "JOB_FAILED", None
+    retryable = isinstance(error, UnknownJob)
     if isinstance(error, BerthError):
         code, detail = error.code, error.detail
     if declared is not None:
         retryable = isinstance(error, (RetryLater, *declared.retry_on))
         if declared.backoff:
             delay = declared.backoff[min(start.attempt, len(declared.backoff)) - 1]
-    if isinstance(error, RetryLater) and error.retry_after is not None:
-        delay = max(0.0, float(error.retry_after))
+    if isinstance(error, RetryLater) and (pause := _pause(error)) is not None:
+        delay = pause
     return RunOutcome(
         fence=start.fence,
         failure=Failure(code=code, detail=detail[:MAX_DETAIL_LENGTH], retryable=retryable),
@@ -254,3 +259,15 @@ def _failed(
         # Out of memory, or asked to exit: this process is not to be trusted any more.
         last=not isinstance(error, Exception) or isinstance(error, MemoryError),
     )
+
+
+def _pause(error: RetryLater) -> float | None:
+    """Returns the seconds that a job asks for; None if it gave none, or what is no time."""
+    pause = error.retry_after
+    if pause is None:
+        return None
+    try:
+        seconds = pause.total_seconds() if isinstance(pause, timedelta) else float(pause)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return max(0.0, seconds)

@@ -6,7 +6,7 @@ import msgspec
 
 
 class OwnTypesConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Whose types a runner runs, and what their processes are given."""
+    """Says whose types a runner runs, and what their processes are given."""
 
     application: Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9-]{0,31}\Z")]
     #: Modules with jobs; empty: those of all entry points of the group `berth.jobs`.

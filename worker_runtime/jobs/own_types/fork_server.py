@@ -61,7 +61,7 @@ class ForkServer:
         self._pids: dict[int, int] = {}  # number → process id
         self._types = OwnTypes("", {})
         self._recycle = 1
-        #: Between the children.
+        #: Keeps the children apart from each other.
         self._fence: Fence | None = None
 
     def run(self) -> int:

@@ -14,7 +14,7 @@ import contextlib
 import errno
 import math
 import os
-import resource
+import re
 import selectors
 import signal
 import socket
@@ -65,6 +65,8 @@ IMPORT_TIMEOUT_S = 120.0
 _FORK_TIMEOUT_S = 10.0
 #: KILLs, about a second apart, after which the fork server counts as stuck.
 _MAX_KILLS = 3
+#: Seconds within which KILLs of a child count as one: each of its jobs may ask for it.
+_SAME_KILL_S = 0.5
 #: Seconds within which the end of a child that closed its socket is reported. It takes some ms,
 #: unless the application has work to do at the exit of a process.
 _END_TIMEOUT_S = 10.0
@@ -90,6 +92,7 @@ _INHERITED_VARIABLES = (
 #: User ids for fork servers, when the runner is root
 #: and none is configured: one for each application.
 _FIRST_UID, _UID_COUNT = 40_000, 10_000
+_RESIDENT = re.compile(rb"^RssAnon:\s*(\d+) kB$.*?^RssShmem:\s*(\d+) kB$", re.MULTILINE | re.DOTALL)
 
 
 class OwnTypesUnusable(BerthError, code="OWN_JOB_TYPES_UNUSABLE"):
@@ -123,7 +126,7 @@ class OwnTypeRegistry(JobRegistry):
 
 
 class ServedChild(JobChild):
-    """One child of the fork server.
+    """Represents one child of the fork server.
 
     Its `pid` is the number that the runner gave it, not a process id: see `process_id`.
     """
@@ -140,7 +143,9 @@ class ServedChild(JobChild):
         self._send_signal = send_signal
         #: Its process id, as the fork server says; 0 until then.
         self.process_id = 0
+        #: KILLs that were asked for, and the time of the last one.
         self.kills = 0
+        self.killed_at = -math.inf
         #: Jobs that run in it.
         self.running = 0
         #: Seconds until which the fork has to be confirmed.
@@ -241,6 +246,7 @@ class ForkServerPool(ChildPool):
 
     def unwatch(self, child: JobChild) -> None:
         super().unwatch(child)
+        child.uses = 0  # no further job, though its end may be reported later
         if isinstance(child, ServedChild) and child.end_until == math.inf:
             child.end_until = time.monotonic() + _END_TIMEOUT_S
 
@@ -304,8 +310,8 @@ class ForkServerPool(ChildPool):
         if self._shares_user:
             self.log.warning(
                 "own_jobs_share_our_user",
-                hint="they cannot read this process's memory or its keys, but other files of its "
-                "user; start the runner as root, and let other users run "
+                hint="own jobs cannot read this process's memory or its keys, but can read other "
+                "files of its user; start the runner as root, and let other users run "
                 f"{Path(sys.executable).resolve()}",
             )
             return None, None
@@ -346,7 +352,7 @@ class ForkServerPool(ChildPool):
         try:
             message: FromServer = read_from_server(packet)
         except (msgspec.DecodeError, UnicodeDecodeError):
-            self._kill_server("it talks nonsense")
+            self._kill_server("it sent an invalid message")
             return
         if isinstance(message, ManifestPart):
             self._receive_manifest(message)
@@ -379,7 +385,7 @@ class ForkServerPool(ChildPool):
             self.manifest = self._received
             self.ready = True
             self._backoff.reset()
-            self._baseline = _resident(self._server.pid) if self._server else 0
+            self._baseline = sum(_resident(self._server.pid)) if self._server else 0
             self.on_ready()
 
     def _lose_control(self) -> None:
@@ -438,9 +444,14 @@ class ForkServerPool(ChildPool):
         if not child.shared_by:
             super().give_back(child)
             return
-        idle = [each for shared in self._shared.values() for each in shared if each.running == 0]
-        if child.running == 0 and (child.uses <= 0 or len(idle) > _MAX_IDLE_SHARED_CHILDREN):
-            self._shared[child.shared_by].remove(child)
+        idle = [each for alike in self._shared.values() for each in alike if each.running == 0]
+        shared = self._shared[child.shared_by]
+        if (
+            child in shared
+            and not child.running
+            and (child.uses <= 0 or len(idle) > _MAX_IDLE_SHARED_CHILDREN)
+        ):
+            shared.remove(child)
             with contextlib.suppress(OSError):
                 child.link.shutdown(socket.SHUT_WR)  # it ends by itself
 
@@ -498,7 +509,12 @@ class ForkServerPool(ChildPool):
         if self._all.get(child.pid) is not child:
             return
         if number == signal.SIGKILL:
+            now = time.monotonic()
+            if now < child.killed_at + _SAME_KILL_S:
+                return
+            child.killed_at = now
             child.kills += 1
+            child.uses = 0  # no further job comes to it before it ends
         try:
             self._send(SignalChild(number=child.pid, signal=int(number)))
         except NotForked as error:
@@ -516,8 +532,8 @@ class ForkServerPool(ChildPool):
         self._ended.append((child, status))
 
     def _server_ended(self, status: int) -> None:
-        """Ends all children: the kernel has killed them with the fork server, and those that
-        escaped that are our children now."""
+        """Ends all children. The kernel has killed them with the fork server; any that escaped are
+        this process's children now, and are killed here."""
         self.log.error("fork_server_ended", status=status, children=len(self._all))
         self._server = None
         self._lose_control()
@@ -537,13 +553,16 @@ class ForkServerPool(ChildPool):
                     os.kill(pid, signal.SIGKILL)
 
 
-def _children_of(pid: int) -> list[int]:
-    try:
-        return [
-            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        ]
-    except (OSError, ValueError):
-        return []
+def _children_of(pid: int) -> set[int]:
+    """Returns the processes that this one has started, in any of its threads."""
+    children: set[int] = set()
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):  # it has just ended
+                children.update(
+                    map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+                )
+    return children
 
 
 def _parent(pid: int) -> int:
@@ -555,16 +574,25 @@ def _parent(pid: int) -> int:
         return 0
 
 
-def _resident(pid: int) -> int:
-    """Returns the bytes of a process's memory that no file holds; 0 if it is gone."""
+def _resident(pid: int) -> tuple[int, int]:
+    """Returns the bytes of a process's memory that no file holds: its own, and what others may
+    share with it. Both are 0 if it is gone."""
     try:
-        fields = Path(f"/proc/{pid}/statm").read_text().split()
-        return (int(fields[1]) - int(fields[2])) * resource.getpagesize()
-    except (OSError, ValueError, IndexError):
-        return 0
+        match = _RESIDENT.search(Path(f"/proc/{pid}/status").read_bytes())
+    except OSError:
+        match = None
+    return (int(match[1]) * 1024, int(match[2]) * 1024) if match else (0, 0)
 
 
-def _resident_of_tree(pid: int, depth: int = 0) -> int:
-    """Returns the bytes of a process and what it has started."""
-    started = _children_of(pid) if depth < 16 else []
-    return _resident(pid) + sum(_resident_of_tree(child, depth + 1) for child in started)
+def _resident_of_tree(pid: int) -> int:
+    """Returns the bytes of a process and what it has started. Shared memory is counted once: as
+    much as the process has that has the most of it."""
+    sizes = [_resident(process) for process in _tree_of(pid)]
+    return sum(own for own, _ in sizes) + max(shared for _, shared in sizes)
+
+
+def _tree_of(pid: int, depth: int = 0) -> set[int]:
+    processes = {pid}
+    for child in _children_of(pid) if depth < 16 else ():
+        processes |= _tree_of(child, depth + 1)
+    return processes

@@ -30,7 +30,7 @@ from worker_runtime.protocol.scripts import Script
 
 
 class QueueCall(NamedTuple):
-    """One script with its keys and arguments."""
+    """Holds one script with its keys and arguments."""
 
     script: Script
     keys: list[str]

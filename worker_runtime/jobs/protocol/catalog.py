@@ -52,7 +52,7 @@ class TooManyOrders(BerthError, code="TOO_MANY_ORDERS", status=422):
 
 
 class OrderRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """One order, with the columns of an export in their order."""
+    """Describes one order, with the columns of an export in their order."""
 
     accepted_at: str
     id: str
@@ -157,7 +157,7 @@ class DeliverWebhook(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SendEmail(msgspec.Struct, frozen=True, kw_only=True):
-    """One mail to one address, so that the server's answer is about that address."""
+    """Sends one mail to one address, so that the server's answer is about that address."""
 
     to: _Address
     subject: Annotated[str, msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]{1,200}\Z")]
@@ -165,15 +165,15 @@ class SendEmail(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SendSms(msgspec.Struct, frozen=True, kw_only=True):
-    """One SMS to one number."""
+    """Sends one SMS to one number."""
 
     to: _Phone
     text: _Text
 
 
 class SendWhatsapp(msgspec.Struct, frozen=True, kw_only=True):
-    """One WhatsApp message: free text within 24 h
-    of the recipient's last message, else a template."""
+    """Sends one WhatsApp message: free text within 24 h of the recipient's last message, otherwise
+    a template."""
 
     to: _Phone
     text: _Text | None = None
@@ -187,7 +187,7 @@ class SendWhatsapp(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SendPush(msgspec.Struct, frozen=True, kw_only=True):
-    """One notification to one installed app, by its registration token."""
+    """Sends one notification to one installed app, by its registration token."""
 
     token: Annotated[str, msgspec.Meta(pattern=r"^[!-~]{1,4096}\Z")]
     title: Annotated[str, msgspec.Meta(max_length=200)]
@@ -264,7 +264,7 @@ class MessageReceipt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StatementLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One symbol of one account: lots or shares bought and sold, and their average prices."""
+    """Describes one symbol of one account: lots or shares bought and sold, their average prices."""
 
     account_id: str
     symbol: str
@@ -312,7 +312,7 @@ class PositionSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class JobKind:
-    """How jobs of one type are enqueued."""
+    """Says how jobs of one type are enqueued."""
 
     name: str
     queue: str

@@ -1,4 +1,4 @@
-"""How a runner announces its application's job types: signed manifests in Valkey.
+"""Announces an application's job types: signed manifests that its runners write to Valkey.
 
 A runner reads the types of a package in a process without keys, signs the manifest with its
 application's key and publishes it when it registers. The API copies it into PostgreSQL and

@@ -1,9 +1,10 @@
-"""Messages of the job queue: a job and its result, each as its MAC, a space, and JSON.
+"""Defines the messages of the job queue: a job and its result, each as its MAC, a space, and JSON.
 
 A job names its type, and the runner finds the code in its registry. Nothing in a message is
 imported or executed: `args` is data that must fit the type's struct.
 
-Valkey's scripts have no key: the result of a job whose runner died is not believed.
+Valkey's scripts have no key, so the result that they write for a job whose runner died is not
+trusted.
 """
 
 import re
@@ -24,8 +25,8 @@ MAX_ARGUMENTS_BYTES = 64 * 1024
 MAX_JOB_BYTES = MAX_ARGUMENTS_BYTES + 4096
 #: Bytes of one encoded result.
 MAX_RESULT_BYTES = 64 * 1024
-#: Seconds that a result is kept; of the fleet,
-#: since who notes the end in PostgreSQL may be away as long.
+#: Seconds that a result is kept. Results of the fleet are kept longer, because the process that
+#: notes the end in PostgreSQL may be away for a day.
 RESULT_TTL_S, FLEET_RESULT_TTL_S = 500, 86_400
 #: Seconds that a failed job is kept.
 FAILED_TTL_S = 14 * 86_400
@@ -72,8 +73,8 @@ class JobMemoryExceeded(JobFailed, code="JOB_MEMORY_EXCEEDED"):
 
 
 class JobOutcomeUnknown(JobFailed, code="JOB_OUTCOME_UNKNOWN"):
-    """The job may have done its work or not:
-    its process or runner died, and it must not run twice."""
+    """It is not known whether the job did its work: its process or runner died, or the receiver's
+    answer was lost. It must not run twice."""
 
 
 class JobCancelled(JobFailed, code="JOB_CANCELLED"):
@@ -85,7 +86,7 @@ class ResultTooLarge(JobFailed, code="RESULT_TOO_LARGE"):
 
 
 class JobStatus(StrEnum):
-    """How a run ended; after `RETRY` the job runs again."""
+    """Says how a run ended; after `RETRY` the job runs again."""
 
     DONE = "done"
     FAILED = "failed"
@@ -94,7 +95,7 @@ class JobStatus(StrEnum):
 
 
 class Job(Message, frozen=True, kw_only=True, tag="job"):
-    """One job, as a producer makes it. Times are seconds."""
+    """Describes one job, as a producer makes it. Times are seconds."""
 
     job_id: str
     #: The type of job, by its name in the registry;
@@ -140,7 +141,7 @@ class Job(Message, frozen=True, kw_only=True, tag="job"):
 
 
 class JobResult(Message, frozen=True, kw_only=True, tag="job_result"):
-    """How a job, or one attempt, ended. `value` is what the job returned, as JSON."""
+    """Says how a job, or one attempt, ended. `value` is what the job returned, as JSON."""
 
     job_id: str
     status: JobStatus
@@ -157,8 +158,8 @@ class JobResult(Message, frozen=True, kw_only=True, tag="job_result"):
 
     @property
     def ended_as(self) -> JobStatus:
-        """How the job ended: nothing runs after a retry that ended it,
-        since somebody had cancelled it."""
+        """Returns how the job ended. A `RETRY` that ended it means `CANCELLED`: somebody had
+        cancelled the job, so nothing runs again."""
         return JobStatus.CANCELLED if self.status is JobStatus.RETRY else self.status
 
 

@@ -107,7 +107,7 @@ class JobEventFormatter:
         return _encode_line(line) + b"\n"
 
 
-#: Errors that wait in Valkey to be told to operators, about.
+#: About how many errors may wait in Valkey until they are reported to operators.
 MAX_ERRORS = 1000
 #: Fields of a log line that tell two errors apart, and others that operators see. None
 #: holds a secret or what an order says; what an exception says stays in the log,

@@ -1,4 +1,4 @@
-"""One deadline for all that a delivery does with a stranger's server, whatever it waits for.
+"""Sets one deadline for all that a delivery does with a stranger's server, whatever it waits for.
 
 A limit for each step does not bound a server that sends
 a byte now and then. So an alarm interrupts the step.

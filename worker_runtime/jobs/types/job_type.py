@@ -24,7 +24,11 @@ class JobContext(msgspec.Struct, frozen=True):
     _send_progress: Callable[[object], None]
 
     def progress(self, value: object) -> None:
-        """Shows the job's progress: anything small that fits into JSON. May be called often."""
+        """Shows the job's progress: anything that fits into 8 KiB of JSON; more is not shown.
+
+        May be called often: at most ten values a second are sent. The last one is kept with a job
+        that has failed.
+        """
         self._send_progress(value)
 
 
@@ -34,8 +38,8 @@ class RetryLater(JobFailed, code="JOB_RETRY", retryable=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobType:
-    """One type of job. `run` is called in a child process;
-    its return value has to fit into JSON."""
+    """Describes one type of job. `run` is called in a child process; its return value has to fit
+    into JSON."""
 
     name: str
     arguments: type[msgspec.Struct]

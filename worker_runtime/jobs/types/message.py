@@ -32,11 +32,11 @@ class MessageDeferred(RetryLater, code="MESSAGE_DEFERRED"):
 
 
 class ProviderLoginRefused(RetryLater, code="PROVIDER_LOGIN_REFUSED"):
-    """The provider does not accept our login; messages wait for somebody to mend it."""
+    """The provider does not accept our login; messages wait until an operator corrects it."""
 
 
 class ProviderRequest(NamedTuple):
-    """One POST."""
+    """Describes one POST."""
 
     url: str
     headers: dict[str, str]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import time
 
-from infra.berth_jobs.options import JobOptions
+import pytest
+
+from infra.berth_jobs.options import JobOptions, job_fields
 from tests.support.jobs.application import (
     KEYS,
     NAME,
@@ -18,7 +20,7 @@ from tests.support.systems.processes import alive
 from tests.support.waiting import eventually
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
-from worker_runtime.jobs.protocol.messages import JobStatus
+from worker_runtime.jobs.protocol.messages import Job, JobStatus
 
 
 def test_a_plain_function_runs_with_checked_arguments(shop: Application) -> None:
@@ -71,9 +73,30 @@ def test_retries_follow_the_errors_and_pauses_that_the_type_names(shop: Applicat
     assert shop.result(lasting).attempt == 3
     assert shop.result(other).attempt == 1
     assert "never" in shop.result(other).traceback
-    assert shop.value(shop.add("later", wait=0.0)) == 2  # not the 300 s of the type
+    for as_timedelta in (False, True):  # not the 300 s of the type
+        assert shop.value(shop.add("later", wait=0.0, as_timedelta=as_timedelta)) == 2
     once = shop.add("flaky", JobOptions(max_attempts=1), fails=1)
     assert shop.result(once).attempt == 1
+
+
+@pytest.mark.parametrize("function", ["unreadable", "unreadable_among_others"])
+def test_what_cannot_be_encoded_fails_its_own_job_and_no_other(
+    shop: Application, function: str
+) -> None:
+    gate = shop.path("unreadable-gate")
+    neighbour = shop.add("unreadable_among_others", how="", until=gate)
+    jobs = {
+        how: shop.add(function, how=how)
+        for how in ("error", "output", "text", "result", "no json", "raw")
+    }
+    assert {shop.failure(job_id)[0] for job_id in jobs.values()} == {"JOB_FAILED"}
+    assert shop.result(jobs["error"]).attempt == 2
+    assert "caf\\udce9.txt" in shop.failure(jobs["error"])[1]
+    assert "make_unreadable" in shop.result(jobs["error"]).traceback
+    assert shop.failure(jobs["text"])[1] == "Mute: its text raised RuntimeError"
+    assert shop.value(shop.add(function, how="long")) == "x" * 65_000
+    shop.open("unreadable-gate")
+    assert shop.value(neighbour) is None
 
 
 def test_the_pauses_of_a_list_are_taken_one_after_the_other(shop: Application) -> None:
@@ -151,6 +174,27 @@ def test_a_failure_for_good_is_handled_by_the_type_that_on_failed_names(shop: Ap
     assert shop.client.execute("ZCARD", job_keys.handlers(TAG)) == 0
 
 
+def test_failures_whose_handler_no_runner_has_hold_up_no_other_handler(shop: Application) -> None:
+    kind = shop.types[f"{NAME}/shop_jobs.doomed"]
+    fields = job_fields(kind, b'{"why":"its handler was removed"}')
+    orphans = [
+        Job(job_id=f"orphan-{number}", **{**fields, "on_failed": f"{NAME}/shop_jobs.removed"})
+        for number in range(60)
+    ]
+    for orphan in orphans:
+        assert shop.enqueue(orphan) == "queued"
+    for orphan in orphans:
+        assert shop.failure(orphan.job_id)[0] == "JOB_FAILED"
+    job_id = shop.add("doomed", why="handled")
+    pattern = job_keys.result(TAG, f"{job_id}.failed.*")
+    eventually(lambda: shop.client.execute("KEYS", pattern), "a handler's result")
+    noted = job_keys.handlers(TAG)
+    eventually(lambda: shop.client.execute("ZCARD", noted) == len(orphans), "the others' notes")
+    [line] = shop.runners[0].logged("failure_handler_unknown")
+    assert line["handler"] == f"{NAME}/shop_jobs.removed"
+    shop.client.execute("DEL", noted)
+
+
 def test_a_rate_spaces_the_jobs_of_its_type(shop: Application) -> None:
     jobs = [shop.add("paced", ledger=shop.path("paced")) for _ in range(6)]
     for job_id in jobs:
@@ -187,10 +231,21 @@ def test_a_job_with_more_memory_than_its_type_may_have_is_killed_with_what_it_ha
     shop: Application,
 ) -> None:
     assert shop.value(shop.add("grow", mebibytes=40)) == 40 << 20
-    for in_child in (False, True):
-        job_id = shop.add("grow", mebibytes=200, in_child=in_child)
-        assert shop.failure(job_id)[0] == "JOB_MEMORY_EXCEEDED"
+    for where in ("here", "process", "process of a thread", "shared memory"):
+        job_id = shop.add("grow", mebibytes=200, where=where)
+        assert shop.failure(job_id)[0] == "JOB_MEMORY_EXCEEDED", where
         assert shop.result(job_id).attempt == 1
+
+
+def test_jobs_that_shared_a_process_with_one_that_took_too_much_memory_run_again(
+    shop: Application,
+) -> None:
+    server, ledger = shop.fork_server(shop.runners[0]), shop.path("grown")
+    jobs = [shop.add("grow_among_others", ledger=ledger) for _ in range(4)]
+    shop.started("grown", 4)
+    jobs.append(shop.add("grow_among_others", ledger=ledger, mebibytes=400))
+    assert [shop.value(job_id) for job_id in jobs] == [2] * 5
+    assert shop.fork_server(shop.runners[0]) == server  # one kill, not one for each job
 
 
 def test_progress_can_be_seen_while_the_job_runs(shop: Application) -> None:
@@ -198,6 +253,29 @@ def test_progress_can_be_seen_while_the_job_runs(shop: Application) -> None:
     assert eventually(lambda: shop.field(job_id, "progress"), "progress") == '{"step":0}'
     shop.open("report-gate")
     shop.value(job_id)
+
+
+def test_a_failed_job_keeps_its_last_progress(shop: Application) -> None:
+    job_id = shop.add("report", steps=5, fails=True)
+    assert shop.failure(job_id)[0] == "JOB_FAILED"
+    assert shop.field(job_id, "progress") == '{"step":4}'
+
+
+def test_jobs_that_share_a_process_each_show_their_progress_and_none_is_harmed_by_a_large_one(
+    shop: Application,
+) -> None:
+    gate = shop.path("report-among-gate")
+    jobs = {label: shop.add("report_among_others", label=label, until=gate) for label in "abcd"}
+    for label, job_id in jobs.items():
+        shown = eventually(lambda: shop.field(job_id, "progress"), "progress")  # noqa: B023
+        assert shown == f'"{label}"'
+    for size in (9_000, 170_000, 500_000):
+        large = shop.add("report_among_others", label="x", repeat=size)
+        shop.value(large)
+        assert f"progress of {size + 2} bytes is not shown" in shop.result(large).output
+    shop.open("report-among-gate")
+    for job_id in jobs.values():
+        shop.value(job_id)
 
 
 def test_several_jobs_of_an_async_type_share_a_process_and_keep_their_own_ends(
@@ -225,6 +303,20 @@ def test_a_crash_in_a_shared_process_ends_the_jobs_in_it(shop: Application) -> N
     assert shop.failure(shop.add("fetch", label="exits", exits=True))[0] == "JOB_OUTCOME_UNKNOWN"
     assert shop.failure(beside)[0] == "JOB_OUTCOME_UNKNOWN"
     shop.value(shop.add("fetch", label="next"))
+
+
+def test_jobs_that_come_while_the_end_of_a_shared_process_is_not_reported_run_in_another(
+    shop: Application,
+) -> None:
+    gate = shop.path("hang-up-gate")
+    lost = shop.add("hang_up", until=gate)
+    eventually(lambda: shop.field(lost, "state") == "running", "a running job")
+    time.sleep(0.1)  # it has hung up, and its process lives on
+    jobs = [shop.add("hang_up") for _ in range(3)]
+    assert len({shop.value(job_id) for job_id in jobs}) == 1
+    assert {shop.result(job_id).attempt for job_id in jobs} == {1}
+    shop.open("hang-up-gate")
+    assert shop.failure(lost)[0] == "JOB_OUTCOME_UNKNOWN"
 
 
 def test_a_cancelled_job_ends_alone_or_with_its_process(shop: Application) -> None:

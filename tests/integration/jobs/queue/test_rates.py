@@ -68,6 +68,17 @@ def test_types_and_jobs_without_a_rate_or_a_key_are_not_held_up(harness: QueueHa
     assert len(drain(runner)) == 6
 
 
+def test_a_rate_holds_for_all_jobs_of_an_own_type_that_declares_none(harness: QueueHarness) -> None:
+    """An operator may set a rate for any type. Its jobs name no rate key."""
+    harness.setting(job_calls.rate_field("shop/jobs.resize"), LONG)
+    runner = harness.runner()
+    for number in range(3):
+        harness.enqueue(f"j{number}", name="shop/jobs.resize", type_version=1 + number % 2)
+    harness.enqueue("unlimited", name="shop/jobs.send", type_version=1)
+    assert drain(runner) == ["j0", "unlimited"]
+    assert [harness.field(job, "state") for job in ("j1", "j2")] == ["delayed"] * 2
+
+
 def test_a_delayed_turn_can_be_cancelled(harness: QueueHarness) -> None:
     harness.setting(job_calls.rate_field("work"), LONG)
     runner = harness.runner()

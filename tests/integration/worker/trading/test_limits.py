@@ -266,7 +266,7 @@ def test_an_order_beyond_the_limit_waits_within_its_deadline_or_is_refused(crowd
         granted += refused.failure is None
         refused = answer(harness, place(harness, 5.0), PATIENCE)
     assert (refused.failure.code, refused.failure.retryable) == ("RATE_LIMITED", True)
-    assert "used up; ask again in" in refused.failure.detail
+    assert "is used up. Nothing was sent. Retry in" in refused.failure.detail
     assert refused.outcome is not None
     assert refused.outcome.state is OrderState.REJECTED
     assert len(crowd.ledger()) == granted

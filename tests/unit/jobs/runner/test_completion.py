@@ -64,6 +64,10 @@ def test_a_retry_waits_at_least_as_long_as_the_job_asked_for() -> None:
         (False, 0, "timeout", (JobStatus.FAILED, "JOB_OUTCOME_UNKNOWN")),
         (True, 0, "cancelled", (JobStatus.CANCELLED, "JOB_CANCELLED")),
         (False, 0, "cancelled", (JobStatus.CANCELLED, "JOB_CANCELLED")),
+        (True, 0, "memory", (JobStatus.FAILED, "JOB_MEMORY_EXCEEDED")),
+        (True, 0, "process_memory", (JobStatus.RETRY, "JOB_MEMORY_EXCEEDED")),
+        (True, 2, "process_memory", (JobStatus.FAILED, "JOB_MEMORY_EXCEEDED")),
+        (False, 0, "process_memory", (JobStatus.FAILED, "JOB_MEMORY_EXCEEDED")),
     ],
 )
 def test_the_death_of_a_child(

@@ -28,7 +28,8 @@
 -- fewest turns for its weight comes first (stride scheduling). Inside a queue the lowest score comes first, among
 -- the subqueues whose limits leave room. A subqueue holds the jobs of one type, so a type at its limit is skipped
 -- with one check, however many of its jobs wait.
--- A type may have a rate for each of its rate keys (GCRA). A job that comes too early is given a time of its own,
+-- A type may have a rate for each of its rate keys (GCRA). A job of an own type that names none has the key 'all', so
+-- that an operator's rate holds for a type that declares none. A job that comes too early is given a time of its own,
 -- once, and waits for it among the delayed jobs, so that no claim looks at it before.
 --
 -- A job may name its receiver: the server of a stranger, which may be slow. A runner holds only so many jobs of one
@@ -227,7 +228,11 @@ local function claim_jobs()
   local function too_early(id, name, settings)
     local key = P .. 'job:' .. id
     local rate_key, granted = unpack(redis.call('HMGET', key, 'rate', 'granted'))
-    if not rate_key or granted then return false end
+    if granted then return false end
+    if not rate_key then
+      if not string.find(name, '/', 1, true) then return false end
+      rate_key = 'all'
+    end
     name = all_versions(name)
     local bucket = P .. 'rate:' .. name .. ':' .. rate_key
     local interval = tonumber(settings[RATE])

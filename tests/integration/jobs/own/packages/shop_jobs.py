@@ -4,11 +4,16 @@ alone."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import mmap
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
+from datetime import timedelta
 from typing import Annotated, Any
 
 import msgspec
@@ -118,9 +123,10 @@ def patient(ledger: str) -> None:
 
 
 @job(backoff=300)
-def later(wait: float) -> int:
+def later(wait: float, as_timedelta: bool = False) -> int:
     if context().attempt == 1:
-        raise RetryLater("not yet", retry_after=wait)
+        pause = timedelta(seconds=wait) if as_timedelta else wait
+        raise RetryLater("not yet", retry_after=pause)
     return context().attempt
 
 
@@ -181,21 +187,50 @@ def hang() -> None:
 
 
 @job(memory=64 * 1024 * 1024)
-def grow(mebibytes: int, in_child: bool = False) -> int:
-    if in_child:
-        code = f"x = bytearray(b'1') * ({mebibytes} << 20); import time; time.sleep(20)"
-        subprocess.run([sys.executable, "-c", code], check=True)
-    grown = bytearray(b"1") * (mebibytes << 20)
+def grow(mebibytes: int, where: str = "here") -> int:
+    code = f"x = bytearray(b'1') * ({mebibytes} << 20); import time; time.sleep(20)"
+    command = [sys.executable, "-c", code]
+    if where == "process":
+        subprocess.run(command, check=True)
+        return 0
+    if where == "process of a thread":
+        thread = threading.Thread(target=subprocess.run, args=(command,))
+        thread.start()
+        thread.join()
+        return 0
+    size = mebibytes << 20
+    grown = mmap.mmap(-1, size) if where == "shared memory" else bytearray(size)
+    for at in range(0, size, mmap.PAGESIZE):
+        grown[at] = 1
     if mebibytes > 64:
         time.sleep(20)
     return len(grown)
 
 
+@job(memory=32 * 1024 * 1024, concurrency=10, idempotent=True, backoff=0.05)
+async def grow_among_others(ledger: str, mebibytes: int = 0) -> int:
+    """Takes that much, and too long, in its first attempt."""
+    attempt = context().attempt
+    if attempt == 1:
+        grown = bytearray(b"1") * (mebibytes << 20)
+        write(ledger, f"{len(grown)}")
+        await asyncio.sleep(20)
+    return attempt
+
+
 @job
-def report(steps: int, until: str = "") -> None:
+def report(steps: int, until: str = "", fails: bool = False) -> None:
     for step in range(steps):
         context().progress({"step": step})
     wait_for(until)
+    if fails:
+        raise ValueError("after its last step")
+
+
+@job(concurrency=10)
+async def report_among_others(label: str, repeat: int = 1, until: str = "") -> None:
+    context().progress(label * repeat)
+    await asyncio.to_thread(wait_for, until)
 
 
 @job(concurrency=10, timeout=5)
@@ -210,6 +245,51 @@ async def fetch(
     if fails:
         raise ConnectionError(label)
     return {"label": label, "pid": os.getpid(), "job_id": context().job_id}
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def make_unreadable(how: str) -> Any:
+    """Fails, or returns, with what a packet cannot hold."""
+    name = os.fsdecode(b"caf\xe9.txt")
+    if how == "error":
+        raise FileNotFoundError(2, "No such file", name)
+    if how == "output":
+        sys.stdout.write(name)
+        raise ValueError("after its output")
+    if how == "text":
+        raise Mute
+    if how == "long":
+        sys.stdout.write("\0" * 16_384)
+        return "x" * 65_000
+    return {"result": {"name": name}, "no json": object(), "raw": msgspec.Raw(b"nonsense")}[how]
+
+
+@job(max_attempts=2, backoff=0.01, retry_on=FileNotFoundError)
+def unreadable(how: str) -> Any:
+    return make_unreadable(how)
+
+
+@job(max_attempts=2, backoff=0.01, retry_on=FileNotFoundError, concurrency=10)
+async def unreadable_among_others(how: str, until: str = "") -> Any:
+    await asyncio.to_thread(wait_for, until)
+    return None if until else make_unreadable(how)
+
+
+@job(concurrency=10)
+async def hang_up(until: str = "") -> int:
+    """Closes the process's socket to the runner, and lives on."""
+    for descriptor in os.listdir("/proc/self/fd") if until else ():
+        with contextlib.suppress(OSError):  # most are no sockets
+            link = socket.socket(fileno=os.dup(int(descriptor)))
+            if link.type == socket.SOCK_SEQPACKET:
+                link.shutdown(socket.SHUT_RDWR)
+            link.close()
+    await asyncio.to_thread(wait_for, until)
+    return os.getpid()
 
 
 @job
