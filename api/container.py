@@ -271,8 +271,8 @@ class Services:
             async with self.database.session(autocommit=True) as session:
                 await metrics.write_postgresql(page, session)
                 await metrics.write_database_clock(page, session)
-            for broker, days in (await self.instrument_lists.missed_days()).items():
-                page.add("berth_instruments_missed_days", days, broker)
+            for (broker, market), days in (await self.instrument_lists.missed_days()).items():
+                page.add("berth_instruments_missed_days", days, broker, market)
         if up >= {"postgresql", "valkey"}:
             async with self.database.session(autocommit=True) as session:
                 await metrics.write_fleet_metrics(page, self.valkey, session, self.settings.pool)

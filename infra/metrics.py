@@ -125,10 +125,15 @@ FAMILIES = {
         "days",
     ),
     "berth_instruments_missed_days": _gauge(
-        "Trading days of a broker since the list of its instruments that is in force.", "broker"
+        "Trading days of a broker since the list of a market's instruments that is in force.",
+        "broker",
+        "market",
     ),
     "berth_instrument_loads_failing": _gauge(
-        "Brokers whose last load was refused or has failed.", "broker", "state"
+        "1: the last load of a list was refused or has failed. `market`: the account's.",
+        "broker",
+        "market",
+        "state",
     ),
     "berth_instrument_changes_open": _gauge(
         "Changed lots of known instruments that wait for an operator."

@@ -58,9 +58,10 @@ def statements_id(day: str) -> str:
     return f"statements-{day}"
 
 
-def instrument_load_id(broker: str, day: str) -> str:
-    """Returns the id of the instrument load of a broker and a trading day."""
-    return f"instruments-{broker}-{day}"
+def instrument_load_id(broker: str, day: str, market: str = "") -> str:
+    """Returns the id of the instrument load of a broker and a trading day, through the account of a
+    market."""
+    return f"instruments-{broker}-{day}" + (f"-{market}" if market else "")
 
 
 def rollout_id(pool: str) -> str:

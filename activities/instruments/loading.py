@@ -2,8 +2,10 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from datetime import date, datetime, timedelta
+from dataclasses import replace
+from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 
 import structlog
@@ -19,7 +21,7 @@ from infra.market.calendar import MarketCalendars, zone_of_market
 from worker_runtime.protocol.broker_record import MarketRule
 from worker_runtime.protocol.errors import BerthError, InstrumentsLoading
 from worker_runtime.protocol.installed_brokers import installed_brokers
-from worker_runtime.protocol.instruments import Instrument, InstrumentPage
+from worker_runtime.protocol.instruments import Instrument, InstrumentKind, InstrumentPage
 from worker_runtime.protocol.messages import Answer
 from worker_runtime.protocol.requests import ListInstruments
 from workflows.instruments.messages import (
@@ -34,6 +36,9 @@ from workflows.instruments.messages import (
 PAGE_TIMEOUT_S = 30.0
 #: Seconds that a session may take to read the list at its broker.
 READ_TIMEOUT_S = 600.0
+#: Seconds after a market has begun to take orders for which a list without the prices of the day is
+#: loaded again, at each look. Brokers have them before: Shioaji at 07:50 and 08:00, of 08:30.
+PRICES_TIMEOUT_S = 2 * 3600.0
 #: Instruments of a broker's list. A session holds at most 100,000
 #: (`worker_runtime/trading/instrument_lists.py`); a worker that was broken into may say anything.
 #: To switch to so many takes PostgreSQL 6 s on a busy machine; a statement may take 10 s.
@@ -64,9 +69,16 @@ class InstrumentActivities:
             load = find_due(self._calendars, source.broker, request.at, request.lead)
             if load is None:
                 continue
-            day = date.fromisoformat(load.day)
-            if not await self._database.fetch(instrument_loads.is_loaded, source.broker, day):
-                due.append(load)
+            is_loaded = await self._database.fetch(
+                instrument_loads.is_loaded,
+                source.broker,
+                source.market,
+                date.fromisoformat(load.day),
+                since=datetime.fromtimestamp(load.since, UTC),
+                with_prices=request.at < load.since + request.lead + PRICES_TIMEOUT_S,
+            )
+            if not is_loaded:
+                due.append(replace(load, market=source.market))
         return InstrumentsPlan(loads=tuple(due))
 
     @activity.defn
@@ -84,18 +96,31 @@ class InstrumentActivities:
             log.warning(
                 "instruments_not_loaded",
                 broker=request.broker,
+                market=request.market,
                 code=error.code,
                 reason=error.detail[:300],
             )
             return LoadOutcome(loaded=False, code=error.code, detail=error.detail[:500])
 
     async def _load(self, request: LoadInstruments, day: date) -> LoadOutcome:
-        load = await self._database.write(instrument_loads.begin_load, request.broker, day)
+        load = await self._database.write(
+            instrument_loads.begin_load, request.broker, day, request.market
+        )
+        listed: Counter[InstrumentKind] = Counter()
+        without_prices: Counter[InstrumentKind] = Counter()
         try:
             async for page in self._pages(load):
                 await self._database.write(instrument_loads.stage_page, load.id, page.instruments)
+                listed.update(instrument.kind for instrument in page.instruments)
+                without_prices.update(
+                    instrument.kind for instrument in page.instruments if instrument.prices_due
+                )
             switched = await self._database.write(
-                instrument_loads.switch_list, load.id, accept_smaller=request.accept_smaller
+                instrument_loads.switch_list,
+                load.id,
+                accept_smaller=request.accept_smaller,
+                # Of a kind: brokers update one after the other. Single ones may be suspended.
+                prices_due=any(without_prices[kind] * 2 > count for kind, count in listed.items()),
             )
         except BerthError as error:
             refused = isinstance(error, InstrumentListRefused)
@@ -106,6 +131,7 @@ class InstrumentActivities:
         log.info(
             "instruments_loaded",
             broker=request.broker,
+            market=load.market,
             day=request.day,
             instruments=switched.instruments,
             added=switched.added,
@@ -201,8 +227,8 @@ def find_due(calendars: MarketCalendars, broker: str, at: float, lead: float) ->
         begins.append((opens - lead, day.isoformat(), midnight))
     if not begins or min(begins)[0] > at:
         return None
-    _, first_day, until = min(begins)
-    return DueLoad(broker=broker, day=first_day, until=until)
+    since, first_day, until = min(begins)
+    return DueLoad(broker=broker, day=first_day, until=until, since=since)
 
 
 def find_fault(instrument: Instrument, markets: Mapping[str, MarketRule]) -> str | None:

@@ -143,22 +143,24 @@ CONDITIONS = (
         {"state": "refused"},
         0,
         0,
-        "the list of {broker}'s instruments was refused: `berth instruments source list`",
+        "the list of {broker}'s instruments, market {market}, was refused: "
+        "`berth instruments source list`",
     ),
     Condition(
         "berth_instrument_loads_failing",
         {"state": "failed"},
         0,
         1800,
-        "the instruments of {broker} cannot be loaded: `berth instruments source list`",
+        "the instruments of {broker}, market {market}, cannot be loaded: "
+        "`berth instruments source list`",
     ),
     Condition(
         "berth_instruments_missed_days",
         {},
         MAX_MISSED_DAYS,
         0,
-        "the list of {broker}'s instruments is {value:.0f} trading days old: `berth instruments "
-        "source list`",
+        "the list of {broker}'s instruments of the market {market} is {value:.0f} trading days "
+        "old: `berth instruments source list`",
     ),
     Condition("berth_jobs_oldest_seconds", {}, 300, 0, "jobs in the queue {queue} wait for long"),
     Condition(

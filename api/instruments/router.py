@@ -8,6 +8,7 @@ from api.container import Call
 from api.http import errors, problems
 from api.http.fields import Rows
 from api.instruments.schemas import (
+    NAME_PATTERN,
     ApproveChangeRequest,
     InstrumentChangeList,
     InstrumentChangeView,
@@ -16,8 +17,8 @@ from api.instruments.schemas import (
     InstrumentSourceRequest,
     InstrumentSourceView,
     InstrumentView,
-    LoadBegunView,
     LoadInstrumentsRequest,
+    LoadsBegunView,
 )
 from infra.database.trading import instrument_loads, instruments
 from infra.database.trading.instrument_loads import (
@@ -31,11 +32,10 @@ from worker_runtime.protocol.instruments import InstrumentKind
 
 router = APIRouter(tags=["instruments"])
 
-_NAME = r"^[a-z][a-z0-9_]{0,15}$"
 #: A code: no control characters.
 _CODE = r"^[^\x00-\x1f\x7f-\x9f]*$"
 Broker = Annotated[
-    str, Path(pattern=_NAME, description="Name of a broker.", examples=[paper_exchange()])
+    str, Path(pattern=NAME_PATTERN, description="Name of a broker.", examples=[paper_exchange()])
 ]
 Code = Annotated[
     str, Path(pattern=_CODE, max_length=32, description="Code.", examples=["TXO20000A6"])
@@ -48,7 +48,9 @@ async def search_instruments(
     call: Call,
     broker: Annotated[
         str | None,
-        Query(pattern=_NAME, description="Only of this broker.", examples=[paper_exchange()]),
+        Query(
+            pattern=NAME_PATTERN, description="Only of this broker.", examples=[paper_exchange()]
+        ),
     ] = None,
     query: Annotated[
         str,
@@ -61,7 +63,7 @@ async def search_instruments(
     ] = "",
     market: Annotated[
         str | None,
-        Query(pattern=_NAME, description="Only of this market.", examples=["futures"]),
+        Query(pattern=NAME_PATTERN, description="Only of this market.", examples=["futures"]),
     ] = None,
     kind: Annotated[InstrumentKind | None, Query(description="Only of this kind.")] = None,
     after: Annotated[
@@ -93,8 +95,8 @@ async def search_instruments(
 
 @router.get("/instruments/sources", summary="List the accounts that list instruments")
 async def list_sources(call: Call) -> InstrumentSourceList:
-    """Names, for each broker, the account through which its instruments are loaded, how old the
-    list is, and how the last load ended. Operators only."""
+    """Names, for each broker and market, the account through which its instruments are loaded, how
+    old the list is, and how the last load ended. Operators only."""
     return InstrumentSourceList(sources=await call.services.instrument_lists.sources())
 
 
@@ -108,14 +110,15 @@ async def put_source(
 ) -> InstrumentSourceView:
     """Loads the broker's instruments through this account each trading day.
 
-    Its user must not trade, because the worker serves the whole installation: no orders, no
-    webhook, and no API key with the scope `trade`. Each load checks this again. Operators only.
+    Each market may have an account: this one replaces the one of its own market. Its user must not
+    trade, because the worker serves the whole installation: no orders, no webhook, and no API key
+    with the scope `trade`. Each load checks this again. Operators only.
     """
-    await call.database.write(
+    source = await call.database.write(
         instrument_loads.set_source, broker, body.user_id, body.account_id, actor=call.actor
     )
     views = await call.services.instrument_lists.sources()
-    return next(view for view in views if view.broker == broker)
+    return next(view for view in views if (view.broker, view.market) == (broker, source.market))
 
 
 @router.delete(
@@ -124,9 +127,22 @@ async def put_source(
     summary="Stop loading a broker's instruments",
     responses=problems.responses(InstrumentSourceMissing),
 )
-async def delete_source(broker: Broker, call: Call) -> Response:
+async def delete_source(
+    broker: Broker,
+    call: Call,
+    market: Annotated[
+        str | None,
+        Query(
+            pattern=NAME_PATTERN,
+            description="Only the account of this market.",
+            examples=["futures"],
+        ),
+    ] = None,
+) -> Response:
     """Keeps the list in force. Operators only."""
-    await call.database.write(instrument_loads.delete_source, broker, actor=call.actor)
+    await call.database.write(
+        instrument_loads.delete_source, broker, market or "", actor=call.actor
+    )
     return Response(status_code=204)
 
 
@@ -140,15 +156,19 @@ async def delete_source(broker: Broker, call: Call) -> Response:
 )
 async def load_instruments(
     broker: Broker, body: LoadInstrumentsRequest, call: Call
-) -> LoadBegunView:
-    """Begins a load of today's list, or has a waiting load make its next attempt at once. A load
-    that fails is tried again for four hours. Operators only."""
+) -> LoadsBegunView:
+    """Begins a load of today's list through the account of each market, or has a waiting load make
+    its next attempt at once. A load that fails is tried again for four hours. Operators only."""
     lists = call.services.instrument_lists
-    day = await lists.require_source(broker)  # what is refused is not noted
+    # What is refused is not noted.
+    day, markets = await lists.require_markets(broker, body.market or "")
     await call.audit(
-        "instruments.load_requested", f"broker:{broker}", accept_smaller=body.accept_smaller
+        "instruments.load_requested",
+        f"broker:{broker}",
+        accept_smaller=body.accept_smaller,
+        markets=markets,
     )
-    return await lists.begin_load(broker, day, accept_smaller=body.accept_smaller)
+    return await lists.begin_loads(broker, day, markets, accept_smaller=body.accept_smaller)
 
 
 @router.get("/instruments/changes", summary="List changed lots")

@@ -8,6 +8,9 @@ from pydantic import Field
 from api.http.fields import ID_PATTERN, Body, LongReason, Price, View
 from worker_runtime.protocol.instruments import InstrumentKind
 
+#: Of a broker, and of a market.
+NAME_PATTERN = r"^[a-z][a-z0-9_]{0,15}$"
+
 
 class PriceStepView(View):
     """A step of prices."""
@@ -78,20 +81,29 @@ class InstrumentLoadView(View):
     added: int
     removed: int = Field(description="Known instruments that are no longer listed.")
     pending: int = Field(description="Changed lots that waited for an operator.")
+    prices_due: bool = Field(
+        description="The broker did not have the prices of the day yet, so the list has none of "
+        "most instruments of a kind, and is loaded again."
+    )
     error: str
 
 
 class InstrumentSourceView(View):
-    """A broker whose instruments are loaded, or were."""
+    """An account through which a broker's instruments are loaded, or were."""
 
     broker: str
+    market: str = Field(description="`broker_type` of the account.")
     user_id: str | None = Field(description="null: no account is designated any more.")
     account_id: str | None
+    account_removed: bool = Field(
+        description="The designated account was removed, so the list is loaded no more. Designate "
+        "another one, or delete the source."
+    )
     set_by: str | None
     set_at: datetime | None
     loaded_on: date | None = Field(
-        description="The trading day of the list in force; null: none was loaded, and the broker's "
-        "record says what symbols mean."
+        description="The trading day of the list in force, the oldest one if the account lists "
+        "several markets; null: none was loaded, and the broker's record says what symbols mean."
     )
     missed_days: int | None = Field(
         description="Trading days of the broker since that list; above 2 is an alert."
@@ -100,7 +112,7 @@ class InstrumentSourceView(View):
 
 
 class InstrumentSourceList(View):
-    """All brokers with an account that lists instruments, or a list, by name."""
+    """All accounts that list instruments, or did, by broker and market."""
 
     sources: list[InstrumentSourceView]
 
@@ -113,19 +125,28 @@ class LoadInstrumentsRequest(Body):
         description="Put the list in force also if it has less than half of the instruments of the "
         "list before. It counts for the next attempt alone: if that one gets no list, ask again.",
     )
+    market: str | None = Field(
+        default=None,
+        pattern=NAME_PATTERN,
+        description="Only through the account of this market; null: of all markets.",
+        examples=["futures"],
+    )
 
 
-class LoadBegunView(View):
-    """A load that has begun, or is being tried again."""
+class LoadsBegunView(View):
+    """Loads that have begun, or are being tried again."""
 
     broker: str
     trading_day: date
-    workflow_id: str = Field(description="Its id in Temporal.")
+    workflow_ids: list[str] = Field(
+        description="Their ids in Temporal: a load through the account of each market."
+    )
 
 
 class InstrumentChangeView(View):
-    """A changed lot of a known instrument. Until an operator has approved it, orders are checked
-    with the old one."""
+    """A lot that differs from the known one: of the instrument, or of the product or the broker's
+    record where the instrument is new. Until an operator has approved it, orders are checked with
+    the old one."""
 
     id: int
     broker: str

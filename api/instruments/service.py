@@ -1,7 +1,7 @@
 """What operators see of the lists of instruments, and loads that they begin."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 
@@ -11,7 +11,7 @@ from temporalio.common import WorkflowIDConflictPolicy, WorkflowIDReusePolicy
 from api.instruments.schemas import (
     InstrumentLoadView,
     InstrumentSourceView,
-    LoadBegunView,
+    LoadsBegunView,
 )
 from infra.database.engine import Database
 from infra.database.trading import instrument_loads, instruments
@@ -36,47 +36,68 @@ class InstrumentLists:
     calendars: MarketCalendars
 
     async def sources(self) -> list[InstrumentSourceView]:
-        """Return each broker with an account that lists, or with a list."""
-        async with self.database.session(autocommit=True) as session:
-            sources = {
-                source.broker: source for source in await instrument_loads.list_sources(session)
-            }
-            loads = {load.broker: load for load in await instrument_loads.latest_of_each(session)}
-            days = await instruments.list_days(session)
-        brokers = sorted(sources.keys() | loads.keys())
-        return [
-            self._view(broker, sources.get(broker), loads.get(broker), days) for broker in brokers
-        ]
-
-    async def missed_days(self) -> Mapping[str, int]:
-        """Return how many trading days the list of each broker is old that has one, and an account
-        that loads it."""
+        """Return each market of a broker with an account that lists, or listed."""
         async with self.database.session(autocommit=True) as session:
             sources = await instrument_loads.list_sources(session)
-            days = await instruments.list_days(session)
-        return {
-            source.broker: missed_trading_days(
-                self.calendars, source.broker, days[source.broker], time.time()
+            removed = await instrument_loads.removed_sources(session)
+            loads = await instrument_loads.latest_of_each(session)
+            in_force = await instruments.lists_in_force(session)
+        source_of = {(source.broker, source.market): source for source in sources}
+        removed_markets = {(source.broker, source.market) for source in removed}
+        load_of = {(load.broker, load.market): load for load in loads}
+        return [
+            self._view(
+                broker,
+                market,
+                source_of.get((broker, market)),
+                load_of.get((broker, market)),
+                (broker, market) in removed_markets,
+                [listed.trading_day for listed in in_force if (broker, market) in listed.sources],
             )
-            for source in sources
-            if source.broker in days
+            for broker, market in sorted(source_of.keys() | load_of.keys())
+        ]
+
+    async def missed_days(self) -> Mapping[tuple[str, str], int]:
+        """Return how many trading days the list of each broker and market is old that has one, and
+        an account that is designated to load it, though it was removed."""
+        async with self.database.session(autocommit=True) as session:
+            sources = await instrument_loads.list_sources(session)
+            in_force = await instruments.lists_in_force(session)
+        designated = {(source.broker, source.market) for source in sources}
+        return {
+            (listed.broker, listed.market): missed_trading_days(
+                self.calendars, listed.broker, listed.trading_day, time.time()
+            )
+            for listed in in_force
+            if listed.sources & designated
         }
 
-    async def require_source(self, broker: str) -> date:
-        """Return the trading day of a load that begins now. Raises `InstrumentSourceMissing`, and
-        `InstrumentSourceTrades`."""
-        await self.database.fetch(instrument_loads.require_source, broker)
+    async def require_markets(self, broker: str, market: str = "") -> tuple[date, list[str]]:
+        """Return the trading day of loads that begin now, and the markets whose accounts list.
+        Raises `InstrumentSourceMissing`, and `InstrumentSourceTrades`."""
+        sources = await self.database.fetch(instrument_loads.require_sources, broker, market)
         day = latest_trading_day(self.calendars, broker, time.time())
         if day is None:
             raise InstrumentSourceMissing(f"The broker {broker} is not installed here.")
-        return day
+        return day, [source.market for source in sources]
 
-    async def begin_load(self, broker: str, day: date, *, accept_smaller: bool) -> LoadBegunView:
-        """Begin a load, or let one that waits make its next attempt now. Raises
-        `TemporalUnavailable`."""
-        workflow_id = names.instrument_load_id(broker, day.isoformat())
+    async def begin_loads(
+        self, broker: str, day: date, markets: Sequence[str], *, accept_smaller: bool
+    ) -> LoadsBegunView:
+        """Begin a load through each market's account, or let one that waits make its next attempt
+        now. Raises `TemporalUnavailable`."""
+        workflow_ids = [
+            await self._begin_load(broker, day, market, accept_smaller) for market in markets
+        ]
+        return LoadsBegunView(broker=broker, trading_day=day, workflow_ids=workflow_ids)
+
+    async def _begin_load(self, broker: str, day: date, market: str, accept_smaller: bool) -> str:
+        workflow_id = names.instrument_load_id(broker, day.isoformat(), market)
         given = InstrumentLoadInput(
-            broker=broker, day=day.isoformat(), until=time.time() + LOAD_TIMEOUT_S
+            broker=broker,
+            day=day.isoformat(),
+            market=market,
+            until=time.time() + LOAD_TIMEOUT_S,
         )
         with temporal_errors():
             await self.temporal.start_workflow(
@@ -91,23 +112,27 @@ class InstrumentLists:
                 static_summary=f"loads the instruments of {broker} for {day}",
                 rpc_timeout=RPC_TIMEOUT,
             )
-        return LoadBegunView(broker=broker, trading_day=day, workflow_id=workflow_id)
+        return workflow_id
 
     def _view(
         self,
         broker: str,
+        market: str,
         source: InstrumentSource | None,
         load: InstrumentLoad | None,
-        days: Mapping[str, date],
+        account_removed: bool,
+        list_days: Sequence[date],
     ) -> InstrumentSourceView:
-        loaded_on = days.get(broker)
+        loaded_on = min(list_days, default=None)
         missed = None
         if loaded_on is not None:
             missed = missed_trading_days(self.calendars, broker, loaded_on, time.time())
         return InstrumentSourceView(
             broker=broker,
+            market=market,
             user_id=source.user_id if source else None,
             account_id=source.account_id if source else None,
+            account_removed=account_removed,
             set_by=source.set_by if source else None,
             set_at=source.set_at if source else None,
             loaded_on=loaded_on,

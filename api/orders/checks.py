@@ -5,6 +5,7 @@ daily count may be off by a few.
 """
 
 import time
+from collections.abc import Collection
 from dataclasses import replace
 from datetime import UTC, date, datetime
 from decimal import Decimal
@@ -21,6 +22,7 @@ from infra.market.instruments import SymbolTerms
 from infra.settings import Settings
 from worker_runtime.protocol import errors
 from worker_runtime.protocol.broker_record import MarketRule, Plugin, terms_of
+from worker_runtime.protocol.contract_codes import is_rolling
 from worker_runtime.protocol.installed_brokers import market_of
 from worker_runtime.protocol.order_terms import ODD_LOTS, OpenClose, OrderLot, Side
 
@@ -125,21 +127,28 @@ class PreTradeChecks:
             order.symbol,
             plugin.record.markets,
             loaded.instrument,
-            has_table=self._is_recent(loaded, plugin),
+            listed_markets=() if loaded.instrument else self._listed_markets(loaded, plugin),
         )
         return terms, loaded
 
-    def _is_recent(self, loaded: LoadedInstrument, plugin: Plugin) -> bool:
-        """Returns True if the list is at most `MAX_LIST_AGE_TRADING_DAYS` old, so that it decides
-        which codes exist."""
-        if loaded.list_day is None:
+    def _listed_markets(self, loaded: LoadedInstrument, plugin: Plugin) -> Collection[str]:
+        """Returns the markets whose list decides which codes exist."""
+        return {
+            market
+            for market, list_day in loaded.list_days.items()
+            if self._is_recent(market, list_day, plugin)
+        }
+
+    def _is_recent(self, market: str, list_day: date, plugin: Plugin) -> bool:
+        """Returns True if the market's list is at most `MAX_LIST_AGE_TRADING_DAYS` old."""
+        rule = plugin.record.markets.get(market)
+        if rule is None:
             return False
-        name, market = next(iter(plugin.record.markets.items()))
-        days = self._calendars.find(plugin.record.name, name)
-        today = datetime.now(calendar.zone_of_market(market.zone)).date()
+        days = self._calendars.find(plugin.record.name, market)
+        oldest = datetime.now(calendar.zone_of_market(rule.zone)).date()
         for _ in range(MAX_LIST_AGE_TRADING_DAYS):
-            today = days.trading_day_before(today) if days is not None else today
-        return loaded.list_day >= today
+            oldest = days.trading_day_before(oldest) if days is not None else oldest
+        return list_day >= oldest
 
     async def _check_symbol(
         self, new: CheckedTerms, plugin: Plugin, market: MarketRule
@@ -148,7 +157,8 @@ class PreTradeChecks:
         1; None if it is not known."""
         terms, loaded = await self._find_terms(new, plugin)
         if terms is None:
-            if self._applies_to(self._settings.check_symbols, plugin):
+            # What is held may be closed, though the list lacks it: the broker decides.
+            if self._applies_to(self._settings.check_symbols, plugin) and not new.reduce_only:
                 raise errors.UnknownSymbol(f"There is no symbol {new.symbol}. Check its code.")
             return None
         if loaded.instrument is not None:
@@ -246,7 +256,9 @@ def _refuse_ended(symbol: str, terms: SymbolTerms, market: MarketRule, local: da
     """Raises `InstrumentExpired` after the close of the last trading day. `local`: the market's
     time."""
     last = terms.expires_on
-    if last is not None and local >= datetime.combine(last, market.day.closes, local.tzinfo):
+    if last is None or local < datetime.combine(last, market.day.closes, local.tzinfo):
+        return
+    if not is_rolling(symbol):  # which continues with the next contract
         raise errors.InstrumentExpired(
             f"{symbol} traded until {last:%Y-%m-%d}. Order a contract that trades."
         )

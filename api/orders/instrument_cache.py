@@ -24,11 +24,16 @@ class LoadedInstrument(NamedTuple):
 
     #: None: the list does not have the code.
     instrument: Instrument | None
-    #: The trading day of the list; None: no list was ever loaded.
-    list_day: date | None
+    #: The trading day of each market's list; a market whose list was never loaded is not in it.
+    list_days: Mapping[str, date]
+
+    @property
+    def list_day(self) -> date | None:
+        """The trading day of the list that has the instrument."""
+        return None if self.instrument is None else self.list_days.get(self.instrument.market)
 
 
-_NO_LIST = LoadedInstrument(None, None)
+_NO_LIST = LoadedInstrument(None, {})
 
 
 class InstrumentCache:
@@ -36,7 +41,7 @@ class InstrumentCache:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._list_days: Mapping[str, date] = {}
+        self._list_days: Mapping[str, Mapping[str, date]] = {}
         self._days_until = 0.0
         #: By broker and code: until when it counts (`time.monotonic`), and the answer.
         self._known: dict[tuple[str, str], tuple[float, LoadedInstrument]] = {}
@@ -45,10 +50,10 @@ class InstrumentCache:
         """Return what the broker's last list says. Raises `DatabaseUnavailable`."""
         now = time.monotonic()
         if self._days_until <= now:
-            self._list_days = await self._database.read(instruments.list_days)
+            self._list_days = await self._read_days()
             self._days_until = now + CACHE_TTL_S
-        list_day = self._list_days.get(broker)
-        if list_day is None:
+        list_days = self._list_days.get(broker)
+        if list_days is None:
             return _NO_LIST
         until, known = self._known.get((broker, code), (0.0, _NO_LIST))
         if until > now:
@@ -56,6 +61,12 @@ class InstrumentCache:
         instrument = await self._database.read(instruments.find_instrument, broker, code)
         if len(self._known) >= MAX_CACHED_CODES:
             self._known.clear()
-        known = LoadedInstrument(instrument, list_day)
+        known = LoadedInstrument(instrument, list_days)
         self._known[broker, code] = (now + CACHE_TTL_S, known)
         return known
+
+    async def _read_days(self) -> Mapping[str, Mapping[str, date]]:
+        days: dict[str, dict[str, date]] = {}
+        for listed in await self._database.read(instruments.lists_in_force):
+            days.setdefault(listed.broker, {})[listed.market] = listed.trading_day
+        return days

@@ -89,9 +89,14 @@ def load(
             help="Put the list in force also if it has less than half of the one before.",
         ),
     ] = False,
+    market: Annotated[
+        str | None, typer.Option(help="Only through the account of this market.")
+    ] = None,
 ) -> CommandAnswer:
     """Load a broker's instruments now, instead of ahead of its next trading day."""
-    begun = api.post("instruments", "sources", broker, "load", accept_smaller=accept_smaller).body
+    begun = api.post(
+        "instruments", "sources", broker, "load", accept_smaller=accept_smaller, market=market
+    ).body
     text = (
         f"the load of {broker} for {begun['trading_day']} has begun: `berth instruments source"
         " list` shows how it ends"
@@ -131,8 +136,8 @@ def list_sources(api: OperatorApi) -> CommandAnswer:
     rows = api.get("instruments", "sources")["sources"]
     flat = [row | {"state": _load_state(row), "error": _load_error(row)} for row in rows]
     columns = (
-        "broker, user: user_id, account: account_id, list of: loaded_on, days behind: missed_days,"
-        " last load: state, error"
+        "broker, market, user: user_id, account: account_id, list of: loaded_on,"
+        " days behind: missed_days, last load: state, error"
     )
     answer = list_answer(flat, columns, none="no account lists instruments")
     return CommandAnswer(rows, answer.text)
@@ -145,27 +150,37 @@ def set_source(
     user: Annotated[str, typer.Argument(metavar="USER", help="A user who does not trade.")],
     account: Annotated[str, typer.Argument(metavar="ACCOUNT", help="Their account there.")],
 ) -> CommandAnswer:
-    """Designate the account through which a broker's instruments are loaded."""
+    """Designate the account through which a broker's instruments are loaded, one of each market."""
     row = api.put("instruments", "sources", broker, user_id=user, account_id=account).body
     text = (
-        f"account {account} of {user} lists the instruments of {broker}: `berth instruments load"
-        f" {broker}` loads them now"
+        f"account {account} of {user}, market {row['market']}, lists the instruments of {broker}:"
+        f" `berth instruments load {broker}` loads them now"
     )
     return CommandAnswer(row, text)
 
 
 @api_command(source_app)
-def delete(api: OperatorApi, broker: BrokerName) -> CommandAnswer:
+def delete(
+    api: OperatorApi,
+    broker: BrokerName,
+    market: Annotated[
+        str | None, typer.Option(help="Only through the account of this market.")
+    ] = None,
+) -> CommandAnswer:
     """Load a broker's instruments no more; the list in force stays."""
-    done = api.delete("instruments", "sources", broker).body
+    done = api.delete("instruments", "sources", broker, market=market).body
     return CommandAnswer(done, f"the instruments of {broker} are loaded no more")
 
 
 def _load_state(row: dict[str, Any]) -> str:
-    return str(row["last_load"]["state"]) if row["last_load"] else ""
+    if not row["last_load"]:
+        return ""
+    return f"{row['last_load']['state']}{', prices due' if row['last_load']['prices_due'] else ''}"
 
 
 def _load_error(row: dict[str, Any]) -> str:
+    if row["account_removed"]:
+        return "the account was removed"
     return str(row["last_load"]["error"]) if row["last_load"] else ""
 
 

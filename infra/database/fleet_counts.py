@@ -32,10 +32,11 @@ union all
 select 'berth_instrument_changes_open', '{{}}', count(*) from instrument_changes
  where resolved_at is null
 union all
-select 'berth_instrument_loads_failing', array[broker, state], 1 from instrument_loads
+select 'berth_instrument_loads_failing', array[broker, market, state], 1 from instrument_loads
  where state in ('refused', 'failed')
-   and id in (select max(id) from instrument_loads where ended_at is not null group by broker)
-   and broker in (select broker from instrument_sources)
+   and id in (select max(id) from instrument_loads where ended_at is not null
+               group by broker, market)
+   and (broker, market) in (select broker, market from instrument_sources)
 union all
 select 'berth_certificates_expiring', array[wanted.days],
        (select count(*) from broker_accounts where not simulation

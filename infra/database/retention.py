@@ -64,11 +64,12 @@ PURGED = {
     "dead_letters": ("dead_letter_days", "last_at < :before"),
     "entity_findings": ("dead_letter_days", "seen_at < :before"),
     "instruments": ("worker_history_days", "not listed and loaded_on < :before"),
-    # The last list that went through says how old a broker's table is.
+    # The last list of each market that went through says how old it is.
     "instrument_loads": (
         "worker_history_days",
         "began_at < :before and id not in"
-        " (select max(id) from instrument_loads where state = 'loaded' group by broker)",
+        " (select max(id) from instrument_loads where state = 'loaded'"
+        " group by broker, market, markets)",
     ),
     "instrument_changes": ("audit_days", "resolved_at < :before"),
     "kept_jobs": (

@@ -258,25 +258,35 @@ async def _instruments(settings: Settings) -> str:
         database.session(autocommit=True) as session,
     ):
         sources = await instrument_loads.list_sources(session)
-        days = await instruments.list_days(session)
+        removed = await instrument_loads.removed_sources(session)
+        in_force = await instruments.lists_in_force(session)
         changes = await instrument_loads.open_changes(session)
+    designated = {(source.broker, source.market) for source in sources}
+    watched = [listed for listed in in_force if listed.sources & designated]
     old = [
-        f"the list of {source.broker} is of {days[source.broker]}"
-        for source in sources
-        if source.broker in days
-        and missed_trading_days(calendars, source.broker, days[source.broker], time.time())
+        f"the list of {listed.broker}, market {listed.market}, is of {listed.trading_day}"
+        for listed in watched
+        if missed_trading_days(calendars, listed.broker, listed.trading_day, time.time())
         > MAX_MISSED_DAYS
     ]
-    missing = [source.broker for source in sources if source.broker not in days]
-    if missing:
-        old.append(f"no list of {', '.join(missing)} was loaded")
+    missing = designated.difference(*(listed.sources for listed in watched))
+    old += [
+        f"no list of {broker}, market {market}, was loaded" for broker, market in sorted(missing)
+    ]
+    old += [
+        f"account {source.account_id} of {source.user_id}, which lists {source.broker}, market"
+        f" {source.market}, was removed"
+        for source in removed
+    ]
     if changes:
         old.append(f"{len(changes)} changed lots wait: `berth instruments changes`")
     if old:
         raise ServerRefuses("; ".join(old) + ". `berth instruments source list` shows why")
     if not sources:
         return "no account lists instruments: brokers' records say what symbols mean"
-    return ", ".join(f"{source.broker}: of {days[source.broker]}" for source in sources)
+    return ", ".join(
+        f"{listed.broker}, market {listed.market}: of {listed.trading_day}" for listed in watched
+    )
 
 
 async def _certificates(settings: Settings) -> str:

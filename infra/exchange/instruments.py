@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
 from infra.exchange.ledger import ExchangeLedger
@@ -72,6 +73,8 @@ class InstrumentSettings(BaseModel):
     day: date | None = None
     #: No contracts are there yet, as before the market opens (Sinotrade/Shioaji #19).
     missing: bool = False
+    #: Contracts are there, but not yet their prices of the day.
+    prices_due: bool = False
     #: Warrants more than the rules give: real lists have tens of thousands.
     extra_warrants: int = Field(default=0, ge=0, le=200_000)
     changes: dict[str, InstrumentChange] = Field(default_factory=dict)
@@ -138,10 +141,17 @@ class ExchangeInstruments:
         codes = self._codes[begin : begin + limit]
         ended = begin + limit >= len(self._codes)
         return InstrumentPage(
-            instruments=tuple(self._listed[code] for code in codes),
+            instruments=tuple(self._shown(self._listed[code]) for code in codes),
             next_after="" if ended or not codes else codes[-1],
             taken_at_ms=self._now(),
             total=len(self._codes),
+        )
+
+    def _shown(self, instrument: Instrument) -> Instrument:
+        if not self._settings.prices_due:
+            return instrument
+        return msgspec.structs.replace(
+            instrument, reference=None, limit_up=None, limit_down=None, prices_due=True
         )
 
     def _refresh(self) -> None:

@@ -2,7 +2,7 @@
 list, or from the form of its code, as the broker's record says."""
 
 import csv
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal, InvalidOperation
@@ -67,18 +67,19 @@ class Instruments:
         markets: Mapping[str, MarketRule],
         instrument: Instrument | None = None,
         *,
-        has_table: bool = False,
+        listed_markets: Collection[str] = (),
     ) -> SymbolTerms | None:
         """Return what is known of a symbol; None for an unknown one.
 
-        `markets`: those of the account's broker. `has_table`: the broker's instruments were loaded,
-        and `instrument` is the one of this code. A rolling code may be missing in a table.
+        `markets`: those of the account's broker. `instrument`: what the broker's list says of this
+        code. `listed_markets`: those whose list decides which codes exist; the form of a code says
+        to which it belongs. A rolling code may be missing in a list.
         """
         if self.listed:
             if symbol not in self.listed:
                 return None
             known = _of_instrument(instrument, markets) if instrument else None
-            known = known or _of_form(symbol, markets.values())
+            known = known or _of_form(symbol, markets)
             common = next(iter(markets.values())).lots.get(OrderLot.COMMON)
             return SymbolTerms(
                 lot_value=self.listed[symbol],
@@ -90,12 +91,14 @@ class Instruments:
             )
         if instrument is not None:
             return _of_instrument(instrument, markets)
-        known = _of_form(symbol, markets.values())
-        return None if has_table and not is_rolling(symbol) else known
+        market = _market_of_form(symbol, markets) if listed_markets else None
+        if market in listed_markets and not is_rolling(symbol):
+            return None
+        return _of_form(symbol, markets)
 
 
 def _of_instrument(instrument: Instrument, markets: Mapping[str, MarketRule]) -> SymbolTerms:
-    form = _of_form(instrument.code, markets.values())
+    form = _of_form(instrument.code, markets)
     return SymbolTerms(
         lot_value=instrument.lot_value,
         lot_units=instrument.lot_units,
@@ -106,8 +109,12 @@ def _of_instrument(instrument: Instrument, markets: Mapping[str, MarketRule]) ->
     )
 
 
-def _of_form(symbol: str, markets: Iterable[MarketRule]) -> SymbolTerms | None:
-    for market in markets:
+def _market_of_form(symbol: str, markets: Mapping[str, MarketRule]) -> str | None:
+    return next((name for name, rule in markets.items() if rule.symbol_rule(symbol)), None)
+
+
+def _of_form(symbol: str, markets: Mapping[str, MarketRule]) -> SymbolTerms | None:
+    for market in markets.values():
         rule = market.symbol_rule(symbol)
         if rule is not None:
             common = market.lots.get(OrderLot.COMMON)

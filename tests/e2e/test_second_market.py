@@ -211,7 +211,12 @@ async def list_instrument(system: RunningSystem) -> None:
         async with database.session() as session:
             session.add(
                 InstrumentLoad(
-                    broker="harbour", user_id="-", account_id="-", trading_day=today, state="loaded"
+                    broker="harbour",
+                    user_id="-",
+                    account_id="-",
+                    trading_day=today,
+                    state="loaded",
+                    markets=["spot"],
                 )
             )
             values = instruments.told_values(listed)

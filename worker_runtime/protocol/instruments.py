@@ -81,6 +81,8 @@ class Instrument(msgspec.Struct, frozen=True, kw_only=True):
     day_trade: bool | None = None
     #: Code or product of what a derivative follows.
     underlying: CodeOrNone = ""
+    #: The broker still has the prices of another day, so there are none here: they come later.
+    prices_due: bool = False
 
     def __post_init__(self) -> None:
         _check_positive(lot_value=self.lot_value)

@@ -22,13 +22,17 @@ class PlanInstruments:
 
 @dataclass(frozen=True, kw_only=True)
 class DueLoad:
-    """A broker whose list of a trading day is not in force yet, and whose load may begin."""
+    """A list of a trading day that is not in force yet, and whose load may begin."""
 
     broker: str
     #: Like `2026-11-23`, in the market's time zone.
     day: str
     #: Unix seconds of the end of that day: no attempt begins later.
     until: float
+    #: That of the account that lists, since a broker may have one for each; '': its only one.
+    market: str = ""
+    #: Unix seconds from which on it was due: an earlier load does not count.
+    since: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +48,7 @@ class InstrumentsResult:
 
 @dataclass(frozen=True, kw_only=True)
 class InstrumentLoadInput:
-    """One broker's list of one trading day, tried until it is in force."""
+    """One list of one trading day, tried until it is in force."""
 
     broker: str
     day: str
@@ -55,6 +59,8 @@ class InstrumentLoadInput:
     longest_retry: float = 900.0
     #: Attempts before this run.
     attempts: int = 0
+    #: As in `DueLoad`.
+    market: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +78,8 @@ class LoadInstruments:
     broker: str
     day: str
     accept_smaller: bool = False
+    #: As in `DueLoad`.
+    market: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,9 @@
-"""Which brokers' instruments are due, and the load of one broker on one trading day.
+"""Which brokers' instruments are due, and the load of one list on one trading day.
 
-A Schedule starts `InstrumentsWorkflow` several times an hour. It starts a child for each broker
-that has a designated account, trades today, opens soon, and whose list of today is not in force.
-The child is named by broker and day, so a second start does nothing while one runs, and one that
-somebody ended is started again.
+A Schedule starts `InstrumentsWorkflow` several times an hour. It starts a child for each designated
+account whose broker trades today and opens soon, and whose list of today is not in force.
+The child is named by broker, day and market, so a second start does nothing while one runs, and
+one that somebody ended is started again.
 
 The child makes one attempt after the other, with growing pauses, until a list is in force or the
 day is over: a broker may list nothing before it opens, and a late list is better than none. An
@@ -69,7 +69,10 @@ class InstrumentLoadWorkflow:
 
     async def _attempt(self, given: InstrumentLoadInput, wish: LoadNow) -> LoadOutcome:
         request = LoadInstruments(
-            broker=given.broker, day=given.day, accept_smaller=wish.accept_smaller
+            broker=given.broker,
+            day=given.day,
+            market=given.market,
+            accept_smaller=wish.accept_smaller,
         )
         try:
             return await calls.load_instruments(request)
@@ -102,8 +105,10 @@ class InstrumentsWorkflow:
             try:
                 await workflow.start_child_workflow(
                     InstrumentLoadWorkflow.run,
-                    InstrumentLoadInput(broker=due.broker, day=due.day, until=due.until),
-                    id=names.instrument_load_id(due.broker, due.day),
+                    InstrumentLoadInput(
+                        broker=due.broker, day=due.day, until=due.until, market=due.market
+                    ),
+                    id=names.instrument_load_id(due.broker, due.day, due.market),
                     # Only what is not in force is due: an earlier run has given up, or was ended.
                     id_reuse_policy=WorkflowIDReusePolicy.ALLOW_DUPLICATE,
                     # This run ends at once, and the load continues.

@@ -2,15 +2,21 @@
 changed lots that wait for an operator.
 
 A load stages the pages of a list in a table that no check reads. `switch_list` puts the whole list
-in force in one transaction, so a load that breaks leaves the former list as it was. A newer load of
-the same broker ends an older one, whose switch is refused then.
+in force in one transaction, so a load that breaks leaves the former list as it was. A newer load
+through the same market's account ends an older one, whose switch is refused then.
+
+Brokers differ in what an account lists: all markets, or only its own. So each market of a broker
+may have an account, and a list says nothing of the markets of which it has no instrument.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date
+from datetime import date, datetime, timedelta
+from decimal import Decimal
+from typing import NamedTuple
 
-from sqlalchemy import delete, func, insert, or_, select, text, update
+from sqlalchemy import ColumnElement, delete, exists, func, insert, or_, select, text, update
+from sqlalchemy.dialects import postgresql
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database import audit
@@ -25,13 +31,19 @@ from infra.database.trading.models import (
     StagedInstrument,
     Webhook,
 )
+from worker_runtime.protocol.broker_record import Plugin
+from worker_runtime.protocol.contract_codes import product_of, read_contract
 from worker_runtime.protocol.errors import BerthError
+from worker_runtime.protocol.installed_brokers import installed_brokers
 from worker_runtime.protocol.instruments import Instrument
+from worker_runtime.protocol.order_terms import OrderLot
 
 #: A list with fewer instruments than this share of the listed ones is refused.
 MIN_LIST_SHARE = 0.5
 #: Who puts lists in force, in the audit trail.
 ACTOR = "instruments"
+#: Minutes that an attempt may take (`workflows.calls.load_instruments`).
+MAX_LOAD_MIN = 20
 _MAX_ERROR_LENGTH = 500
 
 
@@ -41,8 +53,13 @@ class InstrumentSourceTrades(BerthError, code="INSTRUMENT_SOURCE_TRADES", status
 
 
 class InstrumentSourceMissing(BerthError, code="INSTRUMENT_SOURCE_MISSING", status=404):
-    """No account is designated to list this broker's instruments. Designate one with `berth
-    instruments source set`."""
+    """No account is designated to list the instruments of this broker, or of this market. Designate
+    one with `berth instruments source set`."""
+
+
+class InstrumentSourceBusy(BerthError, code="INSTRUMENT_SOURCE_BUSY", retryable=True):
+    """The user's worker lists the instruments of another market now, and holds one list at a time.
+    The load begins again by itself."""
 
 
 class InstrumentListRefused(BerthError, code="INSTRUMENT_LIST_REFUSED", status=409):
@@ -56,7 +73,8 @@ class InstrumentListChanged(BerthError, code="INSTRUMENT_LIST_CHANGED", retryabl
 
 
 class LoadSuperseded(BerthError, code="INSTRUMENT_LOAD_SUPERSEDED", status=409):
-    """A newer load of the same broker has begun. It puts its list in force instead of this one."""
+    """A newer load of the same broker and market has begun. It puts its list in force instead of
+    this one."""
 
 
 class InstrumentChangeNotFound(BerthError, code="INSTRUMENT_CHANGE_NOT_FOUND", status=404):
@@ -82,6 +100,7 @@ async def set_source(
     session: AsyncSession, broker: str, user_id: str, account_id: str, *, actor: str
 ) -> InstrumentSource:
     """Designate the account through which a broker's instruments are listed, from the next load on.
+    It replaces the one of the account's own market, and leaves those of other markets.
 
     Raises `InstrumentSourceMissing` if the broker has no such account, `InstrumentSourceTrades`.
     """
@@ -92,41 +111,85 @@ async def set_source(
         )
     await require_not_trading(session, user_id)
     values = {"user_id": user_id, "account_id": account_id, "set_by": actor}
-    key = {"broker": broker}
+    market = account.broker_type
+    key = {"broker": broker, "market": market}
     await session.execute(upsert(InstrumentSource, key, values, set_at=func.clock_timestamp()))
     audit.append_entry(
         session,
         actor,
         "instrument_source.set",
         f"broker:{broker}",
+        market=market,
         user=user_id,
         account=account_id,
     )
-    return await session.get_one(InstrumentSource, broker, populate_existing=True)
+    return await session.get_one(InstrumentSource, (broker, market), populate_existing=True)
 
 
-async def delete_source(session: AsyncSession, broker: str, *, actor: str) -> None:
-    """Load this broker's instruments no more; its table stays as it is. Raises
-    `InstrumentSourceMissing`."""
+async def delete_source(
+    session: AsyncSession, broker: str, market: str = "", *, actor: str
+) -> None:
+    """Load this broker's instruments no more, or those of one market; the lists stay as they are.
+    Raises `InstrumentSourceMissing`."""
     rows = delete(InstrumentSource).where(InstrumentSource.broker == broker)
-    if await session.scalar(rows.returning(InstrumentSource.broker)) is None:
-        raise InstrumentSourceMissing(f"No account lists the instruments of {broker}.")
-    audit.append_entry(session, actor, "instrument_source.deleted", f"broker:{broker}")
+    if market:
+        rows = rows.where(InstrumentSource.market == market)
+    markets = (await session.scalars(rows.returning(InstrumentSource.market))).all()
+    if not markets:
+        raise _no_source(broker, market)
+    for deleted in sorted(markets):
+        audit.append_entry(
+            session, actor, "instrument_source.deleted", f"broker:{broker}", market=deleted
+        )
 
 
 async def list_sources(session: AsyncSession) -> Sequence[InstrumentSource]:
-    """Return the designated accounts, by broker."""
-    query = select(InstrumentSource).order_by(InstrumentSource.broker)
+    """Return the designated accounts, by broker and market."""
+    source = InstrumentSource
+    return (await session.scalars(select(source).order_by(source.broker, source.market))).all()
+
+
+async def removed_sources(session: AsyncSession) -> Sequence[InstrumentSource]:
+    """Return the designated accounts that were removed, by broker and market."""
+    source = InstrumentSource
+    there = exists().where(
+        BrokerAccount.user_id == source.user_id,
+        BrokerAccount.account_id == source.account_id,
+        BrokerAccount.broker == source.broker,
+        BrokerAccount.broker_type == source.market,
+    )
+    query = select(source).where(~there).order_by(source.broker, source.market)
     return (await session.scalars(query)).all()
 
 
-async def require_source(session: AsyncSession, broker: str) -> InstrumentSource:
-    """Raises `InstrumentSourceMissing`, and `InstrumentSourceTrades` if its user trades by now."""
-    source = await session.get(InstrumentSource, broker)
-    if source is None:
-        raise InstrumentSourceMissing(f"No account lists the instruments of {broker}.")
-    await require_not_trading(session, source.user_id)
-    return source
+async def require_sources(
+    session: AsyncSession, broker: str, market: str = ""
+) -> Sequence[InstrumentSource]:
+    """Return a broker's designated accounts, or that of one market. Raises
+    `InstrumentSourceMissing` if there is none or one was removed, and `InstrumentSourceTrades` if a
+    user of one trades by now."""
+    source = InstrumentSource
+    query = select(source).where(source.broker == broker).order_by(source.market)
+    if market:
+        query = query.where(source.market == market)
+    sources = (await session.scalars(query)).all()
+    if not sources:
+        raise _no_source(broker, market)
+    removed = await removed_sources(session)
+    for designated in sources:
+        if designated in removed:
+            raise InstrumentSourceMissing(
+                f"Account {designated.account_id} of {designated.user_id}, which lists the"
+                f" instruments of {broker}, market {designated.market}, was removed. Designate"
+                " another one, or delete the source."
+            )
+        await require_not_trading(session, designated.user_id)
+    return sources
+
+
+def _no_source(broker: str, market: str) -> InstrumentSourceMissing:
+    of_market = f", market {market}" if market else ""
+    return InstrumentSourceMissing(f"No account lists the instruments of {broker}{of_market}.")
 
 
 async def require_not_trading(session: AsyncSession, user_id: str) -> None:
@@ -160,16 +223,29 @@ async def require_not_trading(session: AsyncSession, user_id: str) -> None:
 # ------------------------------------------------------------------------------------------
 
 
-async def begin_load(session: AsyncSession, broker: str, day: date) -> InstrumentLoad:
-    """Begin a load through the designated account; ends any other of this broker.
+async def begin_load(
+    session: AsyncSession, broker: str, day: date, market: str = ""
+) -> InstrumentLoad:
+    """Begin a load through the designated account of a market; ends any other through it.
 
-    Raises `InstrumentSourceMissing`, `InstrumentSourceTrades`.
+    `market`: '' for a broker's only account, or the first of several. Raises
+    `InstrumentSourceMissing`, `InstrumentSourceTrades`, `InstrumentSourceBusy`.
     """
     await wait_for_turn(session, _turn(broker))
-    source = await require_source(session, broker)
-    await _end_running(session, broker, "a newer load of this broker has begun")
+    source = (await require_sources(session, broker, market))[0]
+    await _end_running(session, broker, source.market)
+    running = InstrumentLoad
+    since = func.clock_timestamp() - timedelta(minutes=MAX_LOAD_MIN)
+    other = select(running.market).where(
+        running.user_id == source.user_id, running.state == "running", running.began_at > since
+    )
+    if (busy := await session.scalar(other.limit(1))) is not None:
+        raise InstrumentSourceBusy(
+            f"The worker of user {source.user_id} lists the market {busy} now."
+        )
     load = InstrumentLoad(
         broker=broker,
+        market=source.market,
         user_id=source.user_id,
         account_id=source.account_id,
         trading_day=day,
@@ -191,30 +267,35 @@ async def stage_page(
 
 
 async def switch_list(
-    session: AsyncSession, load_id: int, *, accept_smaller: bool = False
+    session: AsyncSession, load_id: int, *, accept_smaller: bool = False, prices_due: bool = False
 ) -> SwitchedList:
     """Put the staged list in force, all at once.
 
-    A known instrument keeps its lot: another one becomes an `InstrumentChange`. Raises
-    `InstrumentListRefused` if the list is empty, or, without `accept_smaller`, less than half of
-    the list before; `LoadSuperseded`.
+    Only the markets that the list has are switched. A known instrument keeps its lot: another one
+    becomes an `InstrumentChange`. So does another lot of a new instrument than its product or the
+    broker's record has. Raises `InstrumentListRefused` if the list is empty, or, without
+    `accept_smaller`, has less than half of a market's instruments; `LoadSuperseded`.
     """
     broker = await session.scalar(select(InstrumentLoad.broker).filter_by(id=load_id)) or ""
     await wait_for_turn(session, _turn(broker))  # before the row, as `begin_load` does
     load = await _require_running(session, load_id)
-    values = {"load": load_id, "broker": broker, "day": load.trading_day}
-    staged = select(func.count()).where(StagedInstrument.load_id == load_id)
-    listed = select(func.count()).where(InstrumentRow.broker == broker, InstrumentRow.listed)
-    count, before = await session.scalar(staged) or 0, await session.scalar(listed) or 0
-    if not count:
+    counts = await _count_by_market(session, StagedInstrument, StagedInstrument.load_id == load_id)
+    if not counts:
         raise InstrumentListRefused(f"{broker} listed no instrument.")
-    if count < before * MIN_LIST_SHARE and not accept_smaller:
-        raise InstrumentListRefused(
-            f"{broker} listed {count} instruments, and {before} before. If that is right, put it"
-            f" in force with `berth instruments load {broker} --accept-smaller`."
-        )
+    listed = (InstrumentRow.broker == broker) & InstrumentRow.listed
+    before = await _count_by_market(session, InstrumentRow, listed)
+    for market, count in counts.items():
+        if count < before.get(market, 0) * MIN_LIST_SHARE and not accept_smaller:
+            raise InstrumentListRefused(
+                f"{broker} listed {count} instruments of the market {market}, and {before[market]}"
+                " before. If that is right, put the list in force with `berth instruments load"
+                f" {broker} --market {load.market} --accept-smaller`."
+            )
+    load.markets = sorted(counts)
+    values = {"load": load_id, "broker": broker, "day": load.trading_day, "markets": load.markets}
     await session.execute(_WITHDRAW_CHANGES, {**values, "actor": ACTOR})
     await session.execute(_ADD_CHANGES, values)
+    await _keep_known_lots(session, load)
     removed = len((await session.execute(_UNLIST, values)).all())
     added = await session.scalar(_COUNT_ADDED, values) or 0
     await session.execute(_PUT_IN_FORCE, values)
@@ -224,10 +305,12 @@ async def switch_list(
         )
     )
     await session.execute(delete(StagedInstrument).where(StagedInstrument.load_id == load_id))
+    count = sum(counts.values())
     switched = SwitchedList(instruments=count, added=added, removed=removed, pending=pending or 0)
     load.state, load.ended_at = "loaded", await session.scalar(select(func.clock_timestamp()))
     load.instruments, load.added = switched.instruments, switched.added
     load.removed, load.pending = switched.removed, switched.pending
+    load.prices_due = prices_due
     return switched
 
 
@@ -252,28 +335,46 @@ async def latest_loads(session: AsyncSession, *, limit: int = 100) -> Sequence[I
 
 
 async def latest_of_each(session: AsyncSession) -> Sequence[InstrumentLoad]:
-    """Return the last load of each broker, by broker."""
+    """Return the last load through each market's account, by broker and market."""
     load = InstrumentLoad
-    last = select(func.max(load.id)).group_by(load.broker)
-    return (
-        await session.scalars(select(load).where(load.id.in_(last)).order_by(load.broker))
-    ).all()
-
-
-async def last_ended(session: AsyncSession) -> Sequence[InstrumentLoad]:
-    """Return the last load of each broker that has ended."""
-    load = InstrumentLoad
-    last = select(func.max(load.id)).where(load.ended_at.is_not(None)).group_by(load.broker)
-    query = select(load).where(load.id.in_(last)).order_by(load.broker)
+    last = select(func.max(load.id)).group_by(load.broker, load.market)
+    query = select(load).where(load.id.in_(last)).order_by(load.broker, load.market)
     return (await session.scalars(query)).all()
 
 
-async def is_loaded(session: AsyncSession, broker: str, day: date) -> bool:
-    """Return True if the list of this trading day is in force."""
+async def last_ended(session: AsyncSession) -> Sequence[InstrumentLoad]:
+    """Return the last load through each market's account that has ended."""
+    load = InstrumentLoad
+    ended = select(func.max(load.id)).where(load.ended_at.is_not(None))
+    last = ended.group_by(load.broker, load.market)
+    query = select(load).where(load.id.in_(last)).order_by(load.broker, load.market)
+    return (await session.scalars(query)).all()
+
+
+async def is_loaded(
+    session: AsyncSession,
+    broker: str,
+    market: str,
+    day: date,
+    *,
+    since: datetime,
+    with_prices: bool,
+) -> bool:
+    """Return True if the list of this trading day, of the account of a market, is in force.
+
+    A load that began before `since` does not count; `with_prices`: nor does one without the prices
+    of the day.
+    """
     load = InstrumentLoad
     query = select(load.id).where(
-        load.broker == broker, load.trading_day == day, load.state == "loaded"
+        load.broker == broker,
+        load.market == market,
+        load.trading_day == day,
+        load.state == "loaded",
+        load.began_at >= since,
     )
+    if with_prices:
+        query = query.where(~load.prices_due)
     return await session.scalar(query.limit(1)) is not None
 
 
@@ -282,7 +383,7 @@ async def is_loaded(session: AsyncSession, broker: str, day: date) -> bool:
 
 
 async def open_changes(session: AsyncSession, *, limit: int = 1000) -> Sequence[InstrumentChange]:
-    """Return changed lots that wait for an operator, the oldest first."""
+    """Return lots that differ from the known ones and wait for an operator, the oldest first."""
     query = select(InstrumentChange).where(InstrumentChange.resolved_at.is_(None))
     return (await session.scalars(query.order_by(InstrumentChange.id).limit(limit))).all()
 
@@ -323,15 +424,107 @@ async def approve_change(
     return change
 
 
+class _Lot(NamedTuple):
+    units: int
+    value: Decimal
+
+
+async def _keep_known_lots(session: AsyncSession, load: InstrumentLoad) -> None:
+    """Give new instruments of a staged list the lot that is known of them, and write an
+    `InstrumentChange` where the list has another."""
+    staged, known = StagedInstrument, InstrumentRow
+    is_known = exists().where(known.broker == load.broker, known.code == staged.code)
+    query = select(staged.code, staged.market, staged.lot_units, staged.lot_value).where(
+        staged.load_id == load.id, ~is_known
+    )
+    new_rows = (await session.execute(query)).all()
+    plugin = installed_brokers().get(load.broker)
+    if not new_rows or plugin is None:
+        return
+    in_force = await _lots_of_products(session, load)
+    changes = []
+    for code, market, units, value in new_rows:
+        lots = in_force.get(product_of(code)) or _lots_of_form(plugin, market, code)
+        if lots and _Lot(units, value) not in lots:
+            changes.append((code, lots[0], _Lot(units, value)))
+    if not changes:
+        return
+    await session.execute(
+        postgresql.insert(InstrumentChange).on_conflict_do_nothing(),
+        [
+            {
+                "broker": load.broker,
+                "code": code,
+                "old_lot_units": old.units,
+                "old_lot_value": old.value,
+                "new_lot_units": new.units,
+                "new_lot_value": new.value,
+                "since": load.trading_day,
+            }
+            for code, old, new in changes
+        ],
+    )
+    await session.execute(
+        update(staged),
+        [
+            {"load_id": load.id, "code": code, "lot_units": old.units, "lot_value": old.value}
+            for code, old, _ in changes
+        ],
+    )
+
+
+async def _lots_of_products(
+    session: AsyncSession, load: InstrumentLoad
+) -> Mapping[str, Sequence[_Lot]]:
+    """Return the lots in force of each product of contracts. It has two after an operator has
+    approved one of some of its contracts."""
+    row = InstrumentRow
+    query = select(row.code, row.lot_units, row.lot_value).where(
+        row.broker == load.broker, row.listed, row.market.in_(load.markets)
+    )
+    lots: dict[str, list[_Lot]] = {}
+    for code, units, value in await session.execute(query.order_by(row.code)):
+        contract = read_contract(code)
+        if contract is None:
+            continue
+        of_product = lots.setdefault(contract.product, [])
+        if _Lot(units, value) not in of_product:
+            of_product.append(_Lot(units, value))
+    return lots
+
+
+def _lots_of_form(plugin: Plugin, market: str, code: str) -> Sequence[_Lot]:
+    """Return the lot that the broker's record gives the form of a code; none if it gives none."""
+    rule = plugin.record.markets.get(market)
+    if rule is None:
+        return ()
+    form, common = rule.symbol_rule(code), rule.lots.get(OrderLot.COMMON)
+    if form is None or form.lot_value is None or common is None:
+        return ()
+    return (_Lot(common.units, form.lot_value),)
+
+
 def _turn(broker: str) -> str:
     return f"instruments:{broker}"
 
 
-async def _end_running(session: AsyncSession, broker: str, error: str) -> None:
+async def _end_running(session: AsyncSession, broker: str, market: str) -> None:
     load = InstrumentLoad
-    running = select(load.id).where(load.broker == broker, load.state == "running")
+    running = select(load.id).where(
+        load.broker == broker, load.market == market, load.state == "running"
+    )
+    error = "a newer load of this broker and market has begun"
     for load_id in (await session.scalars(running)).all():
         await end_load(session, load_id, refused=False, error=error)
+
+
+async def _count_by_market(
+    session: AsyncSession,
+    row: type[StagedInstrument | InstrumentRow],
+    chosen: ColumnElement[bool],
+) -> Mapping[str, int]:
+    query = select(row.market, func.count()).where(chosen).group_by(row.market)
+    return {market: count for market, count in await session.execute(query)}
 
 
 async def _require_running(session: AsyncSession, load_id: int) -> InstrumentLoad:
@@ -352,6 +545,8 @@ _WITHDRAW_CHANGES = text("""
 update instrument_changes as known
    set resolution = 'withdrawn', resolved_at = clock_timestamp(), resolved_by = :actor
  where broker = :broker and resolved_at is null
+   and code in (select code from instruments
+                 where broker = :broker and market = any(cast(:markets as varchar[])))
    and not exists (select from instrument_staging as staged
                     where load_id = :load and staged.code = known.code
                       and lot_units = new_lot_units and lot_value = new_lot_value)
@@ -367,7 +562,7 @@ select broker, code, known.lot_units, known.lot_value, staged.lot_units, staged.
 """)
 _UNLIST = text("""
 update instruments as known set listed = false
- where broker = :broker and listed
+ where broker = :broker and listed and market = any(cast(:markets as varchar[]))
    and not exists (select from instrument_staging where load_id = :load and code = known.code)
 returning code
 """)

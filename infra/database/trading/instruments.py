@@ -3,21 +3,22 @@
 Not here: how a list is loaded and switched to (`instrument_loads.py`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from sqlalchemy import func, or_, select
+from sqlalchemy.dialects.postgresql import distinct_on
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database.trading.models import InstrumentLoad, InstrumentRow
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.instruments import Instrument, InstrumentKind, PriceStep
 
-#: Columns of an instrument as its broker tells it, but for the code.
-TOLD_COLUMNS = tuple(name for name in Instrument.__struct_fields__ if name != "code")
+#: Columns of an instrument as its broker tells it. Whether its prices are due is kept of the list.
+TOLD_COLUMNS = tuple(name for name in Instrument.__struct_fields__ if name != "prices_due")
 
 
 class InstrumentNotFound(BerthError, code="INSTRUMENT_NOT_FOUND", status=404):
@@ -38,6 +39,21 @@ class InstrumentSearch:
     limit: int = 100
 
 
+class ListInForce(NamedTuple):
+    """The list of a market's instruments that is in force."""
+
+    broker: str
+    market: str
+    trading_day: date
+    #: The market of the account that listed it. Some brokers' accounts list all markets.
+    source_market: str
+
+    @property
+    def sources(self) -> frozenset[tuple[str, str]]:
+        """Broker and market of the accounts that load it, where they are designated."""
+        return frozenset({(self.broker, self.market), (self.broker, self.source_market)})
+
+
 async def find_instrument(session: AsyncSession, broker: str, code: str) -> Instrument | None:
     """Return an instrument with the values in force; None if the last list does not have it.
 
@@ -52,12 +68,17 @@ async def find_row(session: AsyncSession, broker: str, code: str) -> InstrumentR
     return await session.get(InstrumentRow, (broker, code))
 
 
-async def list_days(session: AsyncSession) -> Mapping[str, date]:
-    """Return the trading day of each broker's table; a broker without one is not in it."""
+async def lists_in_force(session: AsyncSession) -> Sequence[ListInForce]:
+    """Return the list of each broker and market that has one, by broker and market."""
     load = InstrumentLoad
-    loaded = select(load.broker, func.max(load.trading_day)).where(load.state == "loaded")
-    rows = await session.execute(loaded.group_by(load.broker))
-    return {broker: day for broker, day in rows}
+    market = func.unnest(load.markets).column_valued("listed_market", joins_implicitly=True)
+    query = (
+        select(load.broker, market, load.trading_day, load.market)
+        .where(load.state == "loaded")
+        .ext(distinct_on(load.broker, market))
+        .order_by(load.broker, market, load.trading_day.desc(), load.id.desc())
+    )
+    return [ListInForce(*row) for row in await session.execute(query)]
 
 
 async def search_instruments(
@@ -103,7 +124,7 @@ def as_instrument(row: InstrumentRow) -> Instrument:
 
 def told_values(instrument: Instrument) -> dict[str, Any]:
     """Return the columns of `ToldInstrument` and the code."""
-    values = {name: getattr(instrument, name) for name in Instrument.__struct_fields__}
+    values = {name: getattr(instrument, name) for name in TOLD_COLUMNS}
     return values | {
         "kind": instrument.kind.value,
         "ticks": msgspec.to_builtins(instrument.ticks),

@@ -10,7 +10,6 @@ from sqlalchemy import (
     CheckConstraint,
     Date,
     ForeignKey,
-    ForeignKeyConstraint,
     Identity,
     Index,
     String,
@@ -311,19 +310,14 @@ class InstrumentRow(ToldInstrument, Base):
 
 
 class InstrumentSource(Base):
-    """The account through which a broker's instruments are loaded. It goes with the account."""
+    """The account through which a broker's instruments are loaded, one of each market. It stays
+    until an operator deletes it: if the account is removed, operators hear that the list ages."""
 
     __tablename__ = "instrument_sources"
-    __table_args__ = (
-        ForeignKeyConstraint(
-            ["user_id", "account_id"],
-            ["broker_accounts.user_id", "broker_accounts.account_id"],
-            ondelete="CASCADE",
-        ),
-        Index("instrument_sources_by_user", "user_id"),
-    )
 
     broker: Mapped[str] = mapped_column(String(32), primary_key=True)
+    #: The account's own. Whether it lists others, too, is the broker's affair.
+    market: Mapped[str] = mapped_column(String(32), primary_key=True)
     user_id: Mapped[str] = mapped_column(String(64))
     account_id: Mapped[str] = mapped_column(String(64))
     set_by: Mapped[str] = mapped_column(String(128))
@@ -354,18 +348,24 @@ class InstrumentLoad(Base):
 
     id: Mapped[int] = mapped_column(BigInteger, Identity(always=True), primary_key=True)
     broker: Mapped[str] = mapped_column(String(32))
+    #: That of the account that lists.
+    market: Mapped[str] = mapped_column(String(32), server_default="")
     user_id: Mapped[str] = mapped_column(String(64))
     account_id: Mapped[str] = mapped_column(String(64))
     trading_day: Mapped[date] = mapped_column(Date)
     state: Mapped[str] = mapped_column(String(16))
     began_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
     ended_at: Mapped[datetime | None]
+    #: Those of the instruments in the list, which it puts in force and no others.
+    markets: Mapped[list[str]] = mapped_column(ARRAY(String(16)), server_default="{}")
     #: Instruments in the list; of them, new ones and those that wait for an operator's yes.
     instruments: Mapped[int] = mapped_column(server_default=text("0"))
     added: Mapped[int] = mapped_column(server_default=text("0"))
     #: Known ones that are not in the list any more.
     removed: Mapped[int] = mapped_column(server_default=text("0"))
     pending: Mapped[int] = mapped_column(server_default=text("0"))
+    #: The broker did not have the prices of the day yet: the list is loaded again.
+    prices_due: Mapped[bool] = mapped_column(server_default=text("false"))
     #: Why it was refused or has failed.
     error: Mapped[str] = mapped_column(String(500), server_default="")
 
@@ -382,7 +382,8 @@ class StagedInstrument(ToldInstrument, Base):
 
 
 class InstrumentChange(Base):
-    """A known instrument's lot that differs from the one in force, for an operator.
+    """An instrument's lot that differs from the one in force, for an operator. The one in force is
+    that of lists before, or of the product or the record where the instrument is new.
 
     At most one of an instrument is open. `withdrawn`: a later list had the old lot again.
     """

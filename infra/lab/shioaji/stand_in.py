@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, timezone
 from decimal import Decimal
 from importlib import import_module
 from types import SimpleNamespace
@@ -45,6 +45,8 @@ from worker_runtime.protocol.order_terms import OrderCondition, OrderLot
 _CALL_TIMEOUT_S = 30.0
 #: Seconds after the answer at which an order's acceptance is reported.
 _ACCEPTED_AFTER_S = 0.05
+#: Of the day on which terms were updated.
+_TAIPEI_ZONE = timezone(timedelta(hours=8))
 _STATUS = {
     OrderState.SUBMITTED: "Submitted",
     OrderState.PART_FILLED: "PartFilled",
@@ -169,7 +171,8 @@ class StandInClient:
         reply = self._call(login, _CALL_TIMEOUT_S)
         self._session_id = reply.session_id
         threading.Thread(target=self._await_end, args=(self._link,), daemon=True).start()
-        return [self._own_account()]
+        derivatives = self._account_with(self._sdk.AccountType.Future, "F002000")
+        return [self._own_account(), derivatives]
 
     def logout(self) -> None:
         link, self._link = self._link, None
@@ -311,9 +314,11 @@ class StandInClient:
     # --- inside -----------------------------------------------------------------------------------
 
     def _own_account(self) -> Any:
-        return self._sdk.Account(
-            self._sdk.AccountType.Stock, "A123456789", "9A95", self._account, True, "user"
-        )
+        """Returns the account that trades: orders of derivatives are not simulated."""
+        return self._account_with(self._sdk.AccountType.Stock, "9A95")
+
+    def _account_with(self, account_type: Any, branch: str) -> Any:
+        return self._sdk.Account(account_type, "A123456789", branch, self._account, True, "user")
 
     def _instruments(self, after: str) -> InstrumentPage:
         def ask(id: int) -> wire.ListExchangeInstruments:
@@ -504,8 +509,9 @@ class StandInContracts:
     """The SDK's `api.contracts`, with what the exchange lists. While its list is missing, there are
     no contracts, as before the market opens (Sinotrade/Shioaji #19).
 
-    Terms have the fields of `StockInfo`, `FuturesInfo`, `OptionInfo` and `WarrantInfo`, which
-    cannot be made without a connection.
+    While the exchange's prices are due, terms have prices of the day before, as until the vendor
+    updates them in the morning. Terms have the fields of `StockInfo`, `FuturesInfo`, `OptionInfo`
+    and `WarrantInfo`, which cannot be made without a connection.
     """
 
     def __init__(self, sdk: Any, page: Callable[[str], InstrumentPage]) -> None:
@@ -577,6 +583,7 @@ class StandInContracts:
 
     def _terms(self, instrument: Instrument) -> Any:
         """Returns the terms as the SDK has them: floats, and None or 0 for what is not known."""
+        today = datetime.now(_TAIPEI_ZONE).date()
         known: dict[str, Any] = {
             "security_type": _SECURITY[instrument.kind],
             "code": instrument.code,
@@ -585,14 +592,17 @@ class StandInContracts:
             "reference": float(instrument.reference or 0),
             "limit_up": float(instrument.limit_up or 0),
             "limit_down": float(instrument.limit_down or 0),
+            "update_date": today,
         }
+        if instrument.prices_due:
+            yesterday = {"reference": 1.0, "limit_up": 1.1, "limit_down": 0.9}
+            known |= {**yesterday, "update_date": today - timedelta(days=1)}
         if instrument.kind in (InstrumentKind.STOCK, InstrumentKind.FUND):
             day_trade = self._sdk.DayTrade.Yes if instrument.day_trade else self._sdk.DayTrade.No
             return SimpleNamespace(**known, unit=float(instrument.lot_units), day_trade=day_trade)
         known |= {
             "last_trading_date": instrument.expires_on,
             "underlying_code": instrument.underlying,
-            "update_date": datetime.now(UTC).date(),
         }
         if instrument.kind is InstrumentKind.WARRANT:
             return SimpleNamespace(**known, expiry_date=instrument.expires_on)

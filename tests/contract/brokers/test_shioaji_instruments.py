@@ -5,11 +5,12 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Iterator
-from datetime import date
+from datetime import date, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import pytest
 
@@ -22,6 +23,8 @@ from worker_runtime.brokers.port import Instrument, InstrumentKind, PriceStep
 from worker_runtime.brokers.shioaji import sdk
 from worker_runtime.brokers.shioaji.instruments import read_instruments
 from worker_runtime.protocol.errors import InstrumentsUnavailable, OrderRejected
+
+TAIPEI = ZoneInfo("Asia/Taipei")
 
 
 @pytest.fixture
@@ -62,7 +65,8 @@ class BoundContracts:
 
 
 def listed(api: Any, broker_type: str) -> dict[str, Instrument]:
-    instruments = list(read_instruments(api, broker_type, lambda work: work(), 5000))
+    today = datetime.now(TAIPEI).date()
+    instruments = list(read_instruments(api, broker_type, lambda work: work(), 5000, today))
     assert len({instrument.code for instrument in instruments}) == len(instruments)
     return {instrument.code: instrument for instrument in instruments}
 
@@ -99,6 +103,33 @@ def test_a_futures_account_lists_futures_weeklies_and_options(exchange: PaperExc
     # Its tick depends on the price: the record says how, until somebody has seen the SDK's table.
     assert (option.kind.value, option.ticks, int(option.lot_value)) == ("option", (), 50)
     assert (option.limit_up, option.limit_down) == (Decimal(2200), Decimal("0.1"))
+
+
+@pytest.mark.parametrize("broker_type", ["stock", "futures"])
+def test_contracts_with_the_prices_of_yesterday_are_listed_without_them(
+    exchange: PaperExchange, broker_type: str
+) -> None:
+    """As before the vendor updates them in the morning."""
+    priced = listed(api_of(exchange), broker_type)
+    exchange.instruments.set(InstrumentSettings(day=date(2026, 1, 5), prices_due=True))
+    instruments = listed(api_of(exchange), broker_type)
+    assert instruments.keys() == priced.keys()
+    assert not any(instrument.prices_due for instrument in priced.values())
+    for instrument in instruments.values():
+        assert instrument.prices_due
+        assert (instrument.reference, instrument.limit_up, instrument.limit_down) == (
+            None,
+            None,
+            None,
+        )
+
+
+@pytest.mark.parametrize("days", [1, 3, -1])
+def test_each_contract_has_its_prices_on_the_day_of_its_update_only(days: int) -> None:
+    other_day = datetime.now(TAIPEI).date() - timedelta(days=days)
+    instruments = read({"A": terms(), "B": terms(update_date=other_day)})
+    assert (instruments["A"].limit_up, instruments["A"].prices_due) == (Decimal(22000), False)
+    assert (instruments["B"].limit_up, instruments["B"].prices_due) == (None, True)
 
 
 @pytest.mark.parametrize("broker_type", ["stock", "futures"])
@@ -149,6 +180,7 @@ def terms(**changes: Any) -> Any:
         "reference": 20000.0,
         "limit_up": 22000.0,
         "limit_down": 18000.0,
+        "update_date": datetime.now(TAIPEI).date(),
     }
     return SimpleNamespace(**known | changes)
 
@@ -157,12 +189,13 @@ def read(infos: dict[str, Any], **targets: str) -> dict[str, Instrument]:
     return listed(SimpleNamespace(contracts=Contracts(infos, targets)), "futures")
 
 
-def test_a_rolling_code_has_the_terms_of_what_it_stands_for() -> None:
+def test_a_rolling_code_has_the_terms_of_what_it_stands_for_and_no_last_day() -> None:
     instruments = read({"TXFA6": terms()}, TXFR1="TXFA6")
-    assert (int(instruments["TXFR1"].lot_value), instruments["TXFR1"].expires_on) == (
-        200,
+    assert instruments["TXFR1"].lot_value == 200
+    assert [instruments[code].expires_on for code in ("TXFA6", "TXFR1")] == [
         date(2026, 1, 21),
-    )
+        None,
+    ]
 
 
 @pytest.mark.parametrize("nothing", [None, 0.0, float("nan"), -1.0])
@@ -227,7 +260,15 @@ def test_an_order_reaches_the_contract_of_its_code(
 
 def test_the_fields_that_are_read_are_those_of_the_sdk() -> None:
     fields = {
-        "StockInfo": ("name", "unit", "day_trade", "reference", "limit_up", "limit_down"),
+        "StockInfo": (
+            "name",
+            "unit",
+            "day_trade",
+            "reference",
+            "limit_up",
+            "limit_down",
+            "update_date",
+        ),
         "FuturesInfo": tuple(vars(terms())),
         "OptionInfo": tuple(vars(terms())),
         "WarrantInfo": (
@@ -239,6 +280,7 @@ def test_the_fields_that_are_read_are_those_of_the_sdk() -> None:
             "reference",
             "limit_up",
             "limit_down",
+            "update_date",
         ),
     }
     # The classes themselves answer for their fields only when they have values.

@@ -21,6 +21,7 @@ from api.instruments.service import InstrumentLists
 from infra.database.trading import instrument_loads
 from infra.local.servers import TemporalServer
 from infra.market.calendar import MarketCalendars
+from infra.market.list_age import MAX_MISSED_DAYS
 from tests.support.commands import CommandForker
 from tests.support.systems.api import ServedApi, make_key, operator
 from worker_runtime.protocol.instruments import Instrument, InstrumentKind, PriceStep
@@ -194,8 +195,8 @@ async def test_a_load_by_hand_begins_at_once_or_hurries_the_one_that_waits(
             "/instruments/sources/paper/load", json={"accept_smaller": accept_smaller}
         )
         assert begun.status_code == 202, begun.text
-    workflow_id = begun.json()["workflow_id"]
-    assert workflow_id == names.instrument_load_id("paper", begun.json()["trading_day"])
+    [workflow_id] = begun.json()["workflow_ids"]
+    assert workflow_id == names.instrument_load_id("paper", begun.json()["trading_day"], "stock")
     handle = temporal.get_workflow_handle(workflow_id)
     signals = [
         event.workflow_execution_signaled_event_attributes.signal_name
@@ -217,9 +218,9 @@ async def test_an_old_list_a_refused_one_and_a_changed_lot_alert(
         return {name: float(value) for name, value in shown}
 
     assert "berth_instruments_missed_days" not in str(await samples())  # none was ever loaded
-    today = await api.services.instrument_lists.require_source("paper")
+    today, _ = await api.services.instrument_lists.require_markets("paper")
     await load(api, STOCK, day=today)
-    assert (await samples())['berth_instruments_missed_days{broker="paper"}'] == 0
+    assert (await samples())['berth_instruments_missed_days{broker="paper",market="stock"}'] == 0
 
     async with api.services.database.session() as session:
         await session.execute(text("update instrument_loads set trading_day = trading_day - 9"))
@@ -229,8 +230,8 @@ async def test_an_old_list_a_refused_one_and_a_changed_lot_alert(
         instrument_loads.end_load, begun.id, refused=True, error="it is empty"
     )
     now = await samples()
-    assert now['berth_instruments_missed_days{broker="paper"}'] > 2
-    assert now['berth_instrument_loads_failing{broker="paper",state="refused"}'] == 1
+    assert now['berth_instruments_missed_days{broker="paper",market="stock"}'] > 2
+    assert now['berth_instrument_loads_failing{broker="paper",market="stock",state="refused"}'] == 1
     assert now["berth_instrument_changes_open"] == 0
     [old] = [
         condition for condition in CONDITIONS if condition.metric == "berth_instruments_missed_days"
@@ -241,6 +242,31 @@ async def test_an_old_list_a_refused_one_and_a_changed_lot_alert(
     assert source["missed_days"] > 2
 
 
+async def test_an_old_list_alerts_until_its_source_is_deleted_though_its_account_was_removed(
+    api: ServedApi, staff: httpx.AsyncClient, lists: str
+) -> None:
+    await designate(staff, lists)
+    today, _ = await api.services.instrument_lists.require_markets("paper")
+    await load(api, STOCK, day=today - timedelta(days=9))
+    async with api.client(api.admin_key) as admin:
+        removed = await admin.request(
+            "DELETE", "/users/lists/accounts/main", params={"reason": "moved"}
+        )
+        assert removed.is_success, removed.text
+    metric = 'berth_instruments_missed_days{broker="paper",market="stock"}'
+    lines = (await staff.get("/metrics")).text.splitlines()
+    [missed] = [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(metric)]
+    assert missed > MAX_MISSED_DAYS
+    [source] = (await staff.get("/instruments/sources")).json()["sources"]
+    assert (source["user_id"], source["account_removed"]) == ("lists", True)
+    refused = await staff.post("/instruments/sources/paper/load", json={})
+    assert (refused.status_code, refused.json()["code"]) == (404, "INSTRUMENT_SOURCE_MISSING")
+
+    deleted = await staff.delete("/instruments/sources/paper", params={"market": "stock"})
+    assert deleted.status_code == 204
+    assert metric not in (await staff.get("/metrics")).text
+
+
 async def test_operators_do_the_same_on_the_command_line(
     api: ServedApi,
     lists: str,
@@ -249,7 +275,7 @@ async def test_operators_do_the_same_on_the_command_line(
 ) -> None:
     async with operator(api, commands, tmp_path) as run:
         done = await run("instruments", "source", "set", "paper", lists, "main")
-        assert "account main of lists lists the instruments of paper" in done.out
+        assert "account main of lists, market stock, lists the instruments of paper" in done.out
         await load(api, STOCK, *OPTIONS)
         listed = await run("instruments", "list", "--json", "--limit", "3")
         assert [row["code"] for row in json.loads(listed.out)] == [

@@ -18,6 +18,7 @@ from infra.database.trading import instrument_loads, instruments
 from infra.database.trading.instrument_loads import (
     InstrumentChangeNotFound,
     InstrumentListRefused,
+    InstrumentSourceBusy,
     InstrumentSourceMissing,
     InstrumentSourceTrades,
     LoadSuperseded,
@@ -126,33 +127,45 @@ async def test_a_search_takes_the_beginning_of_a_code_or_a_part_of_a_name(
         assert [row.code for row in rows] == codes
 
 
-async def test_the_day_of_a_table_is_that_of_the_last_load_that_went_through(
+async def test_the_list_of_a_market_is_the_last_one_that_has_it_and_went_through(
     database: Database,
 ) -> None:
     async with database.session() as session:
         session.add_all(
             InstrumentLoad(
                 broker=broker,
+                market="stock",
                 user_id="lists",
                 account_id="a",
                 trading_day=date(2026, 11, day),
                 state=state,
+                markets=markets,
             )
-            for broker, day, state in (
-                ("paper", 20, "loaded"),
-                ("paper", 23, "loaded"),
-                ("paper", 24, "refused"),
-                ("quay", 24, "running"),
+            for broker, day, state, markets in (
+                ("paper", 20, "loaded", ["futures", "stock"]),
+                ("paper", 23, "loaded", ["stock"]),
+                ("paper", 24, "refused", []),
+                ("quay", 24, "running", []),
             )
         )
-    async with database.session() as session:
-        assert await instruments.list_days(session) == {"paper": DAY}
+    assert await list_days(database) == {
+        ("paper", "futures"): date(2026, 11, 20),
+        ("paper", "stock"): DAY,
+    }
+
+
+async def list_days(database: Database) -> dict[tuple[str, str], date]:
+    """Returns the trading day of the list of each broker and market."""
+    in_force = await database.fetch(instruments.lists_in_force)
+    return {(listed.broker, listed.market): listed.trading_day for listed in in_force}
 
 
 # --- loads
 
 
-async def put_user(database: Database, user_id: str = "lists") -> None:
+async def put_user(
+    database: Database, user_id: str = "lists", *, broker_type: str = "stock"
+) -> None:
     async with database.session() as session:
         await users.create_user(session, user_id)
         await accounts.put_account(
@@ -160,7 +173,7 @@ async def put_user(database: Database, user_id: str = "lists") -> None:
             user_id=user_id,
             account_id="main",
             broker="paper",
-            broker_type="stock",
+            broker_type=broker_type,
             simulation=True,
             encrypted=SEALED,
         )
@@ -176,9 +189,13 @@ async def source(database: Database) -> Database:
 
 
 async def load(
-    database: Database, *listed: Instrument, day: date = DAY, accept_smaller: bool = False
+    database: Database,
+    *listed: Instrument,
+    day: date = DAY,
+    market: str = "",
+    accept_smaller: bool = False,
 ) -> SwitchedList:
-    begun = await database.write(instrument_loads.begin_load, "paper", day)
+    begun = await database.write(instrument_loads.begin_load, "paper", day, market)
     for instrument in listed:  # a page each
         await database.write(instrument_loads.stage_page, begun.id, [instrument])
     return await database.write(
@@ -208,7 +225,7 @@ async def test_a_list_is_in_force_all_at_once_when_its_last_page_came(source: Da
     switched = await source.write(instrument_loads.switch_list, begun.id)
     assert switched == SwitchedList(instruments=2, added=2, removed=0, pending=0)
     assert (await in_force(source, "2330"), await in_force(source, OPTION.code)) == (STOCK, OPTION)
-    assert await source.fetch(instruments.list_days) == {"paper": DAY}
+    assert await list_days(source) == {("paper", "futures"): DAY, ("paper", "stock"): DAY}
     async with source.session() as session:
         assert await session.scalar(select(func.count()).select_from(StagedInstrument)) == 0
         [ended] = await instrument_loads.latest_loads(session)
@@ -218,17 +235,81 @@ async def test_a_list_is_in_force_all_at_once_when_its_last_page_came(source: Da
 async def test_a_later_list_replaces_prices_and_unlists_what_it_does_not_have(
     source: Database,
 ) -> None:
-    await load(source, STOCK, OPTION)
+    delisted = msgspec.structs.replace(STOCK, code="2317")
+    await load(source, STOCK, delisted)
     dearer = msgspec.structs.replace(STOCK, reference=Decimal(950), limit_up=Decimal(1045))
     switched = await load(source, dearer, day=NEXT_DAY)
     assert switched == SwitchedList(instruments=1, added=0, removed=1, pending=0)
     assert await in_force(source, "2330") == dearer
-    assert await in_force(source, OPTION.code) is None
-    row = await source.fetch(instruments.find_row, "paper", OPTION.code)
+    assert await in_force(source, "2317") is None
+    row = await source.fetch(instruments.find_row, "paper", "2317")
     assert row is not None
     assert (row.listed, row.loaded_on) == (False, DAY)
-    await load(source, STOCK, OPTION, day=NEXT_DAY)
-    assert await in_force(source, OPTION.code) == OPTION
+    await load(source, STOCK, delisted, day=NEXT_DAY)
+    assert await in_force(source, "2317") == delisted
+
+
+async def test_a_list_of_one_market_leaves_the_other_as_it_was(source: Database) -> None:
+    """A broker's accounts may list their own market only."""
+    await put_user(source, "lists-futures", broker_type="futures")
+    async with source.session() as session:
+        await instrument_loads.set_source(session, "paper", "lists-futures", "main", actor="op")
+    options = [
+        msgspec.structs.replace(OPTION, code=f"TXO{strike}A6") for strike in range(20000, 20010)
+    ]
+    await load(source, *options, market="futures")
+    changed = msgspec.structs.replace(options[0], lot_value=Decimal(10))
+    assert (await load(source, changed, *options[1:], market="futures")).pending == 1
+
+    # Neither its size nor its codes are compared with those of the other market.
+    switched = await load(source, STOCK, day=NEXT_DAY, market="stock")
+    assert (switched.added, switched.removed, switched.pending) == (1, 0, 1)
+    assert await in_force(source, options[9].code) == options[9]
+    assert await list_days(source) == {("paper", "futures"): DAY, ("paper", "stock"): NEXT_DAY}
+    with pytest.raises(InstrumentListRefused, match="market futures"):
+        await load(source, options[0], day=NEXT_DAY, market="futures")
+    await load(source, options[0], day=NEXT_DAY, market="futures", accept_smaller=True)
+    assert await in_force(source, "2330") == STOCK
+    assert await in_force(source, options[9].code) is None
+
+
+async def test_loads_of_two_markets_run_at_the_same_time(source: Database) -> None:
+    await put_user(source, "lists-futures", broker_type="futures")
+    async with source.session() as session:
+        await instrument_loads.set_source(session, "paper", "lists-futures", "main", actor="op")
+    begun = [
+        await source.write(instrument_loads.begin_load, "paper", DAY, market)
+        for market in ("stock", "futures")
+    ]
+    assert [load.user_id for load in begun] == ["lists", "lists-futures"]
+    for load_begun, listed in zip(begun, (STOCK, OPTION), strict=True):
+        await source.write(instrument_loads.stage_page, load_begun.id, [listed])
+        await source.write(instrument_loads.switch_list, load_begun.id)
+    ended = await source.fetch(instrument_loads.latest_of_each)
+    assert [(load.market, load.markets, load.state) for load in ended] == [
+        ("futures", ["futures"], "loaded"),
+        ("stock", ["stock"], "loaded"),
+    ]
+
+
+async def test_a_worker_lists_one_market_after_the_other(source: Database) -> None:
+    async with source.session() as session:
+        await accounts.put_account(
+            session,
+            user_id="lists",
+            account_id="derivatives",
+            broker="paper",
+            broker_type="futures",
+            simulation=True,
+            encrypted=SEALED,
+        )
+        await instrument_loads.set_source(session, "paper", "lists", "derivatives", actor="op")
+    first = await source.write(instrument_loads.begin_load, "paper", DAY, "stock")
+    with pytest.raises(InstrumentSourceBusy, match="market stock"):
+        await source.write(instrument_loads.begin_load, "paper", DAY, "futures")
+    await source.write(instrument_loads.end_load, first.id, refused=False, error="no answer")
+    second = await source.write(instrument_loads.begin_load, "paper", DAY, "futures")
+    assert second.account_id == "derivatives"
 
 
 async def test_a_list_that_is_empty_or_much_smaller_leaves_the_former_one(source: Database) -> None:
@@ -237,7 +318,7 @@ async def test_a_list_that_is_empty_or_much_smaller_leaves_the_former_one(source
     for listed in ((), others[:2]):
         with pytest.raises(InstrumentListRefused):
             await load(source, *listed, day=NEXT_DAY)
-    assert await source.fetch(instruments.list_days) == {"paper": DAY}
+    assert await list_days(source) == {("paper", "stock"): DAY}
     assert await in_force(source, "1004") == others[4]
     with pytest.raises(InstrumentListRefused, match="no instrument"):
         await load(source, day=NEXT_DAY, accept_smaller=True)
@@ -275,6 +356,56 @@ async def test_a_changed_lot_waits_for_an_operator_while_the_old_one_is_in_force
         )
         assert entry is not None
         assert (entry.actor, entry.data["new_lot_units"]) == ("op", 100)
+
+
+def future(code: str, value: int) -> Instrument:
+    return Instrument(
+        code=code,
+        market="futures",
+        kind=InstrumentKind.FUTURE,
+        lot_units=1,
+        lot_value=Decimal(value),
+    )
+
+
+async def test_a_new_month_with_another_multiplier_than_its_record_waits_for_an_operator(
+    source: Database,
+) -> None:
+    """Also in the first list of all."""
+    wrong = future("TXFA7", 20)
+    assert (await load(source, wrong, future("MXFA7", 50))).pending == 1
+    assert await in_force(source, "TXFA7") == future("TXFA7", 200)
+    [change] = await source.fetch(instrument_loads.open_changes)
+    assert change.code == "TXFA7"
+    assert (change.old_lot_value, change.new_lot_value) == (Decimal(200), Decimal(20))
+    assert (await load(source, wrong, future("MXFA7", 50), day=NEXT_DAY)).pending == 1
+    await source.write(instrument_loads.approve_change, change.id, actor="op", reason="announced")
+    assert await in_force(source, "TXFA7") == wrong
+    # The next month has the lot that an operator has approved.
+    later = [wrong, future("MXFA7", 50), future("TXFB7", 20)]
+    assert (await load(source, *later, day=NEXT_DAY)).pending == 0
+    assert await in_force(source, "TXFB7") == later[2]
+
+
+async def test_a_new_month_of_a_product_that_the_record_does_not_value_has_the_lot_in_force(
+    source: Database,
+) -> None:
+    share_future = future("CDFL6", 2000)
+    assert (await load(source, share_future)).pending == 0
+    assert (await load(source, share_future, future("CDFA7", 1), day=NEXT_DAY)).pending == 1
+    assert await in_force(source, "CDFA7") == future("CDFA7", 2000)
+    # Another product is not compared with it.
+    others = [share_future, future("CDFA7", 2000), future("CD1A7", 1900)]
+    assert (await load(source, *others, day=NEXT_DAY)).pending == 0
+    assert await in_force(source, "CD1A7") == others[2]
+
+
+async def test_a_new_share_with_another_lot_than_its_record_waits_for_an_operator(
+    source: Database,
+) -> None:
+    small = msgspec.structs.replace(STOCK, lot_units=100, lot_value=Decimal(100))
+    assert (await load(source, small)).pending == 1
+    assert await in_force(source, "2330") == STOCK
 
 
 async def test_a_change_that_a_later_list_takes_back_cannot_be_approved(source: Database) -> None:
@@ -334,7 +465,7 @@ async def test_two_switches_of_a_broker_at_once_leave_one_whole_list(source: Dat
         "LoadSuperseded",
         "SwitchedList",
     ]
-    assert await source.fetch(instruments.list_days) == {"paper": NEXT_DAY}
+    assert set((await list_days(source)).values()) == {NEXT_DAY}
 
 
 # --- the account that lists
@@ -372,7 +503,9 @@ async def test_a_user_who_trades_or_may_trade_lists_no_instruments(database: Dat
     await refused("disabled")
 
 
-async def test_a_source_is_an_account_of_its_broker_and_goes_with_it(database: Database) -> None:
+async def test_a_source_is_an_account_of_its_broker_and_stays_when_that_is_removed(
+    database: Database,
+) -> None:
     await put_user(database)
     for broker, account_id in (("harbour", "main"), ("paper", "other")):
         with pytest.raises(InstrumentSourceMissing):
@@ -384,5 +517,12 @@ async def test_a_source_is_an_account_of_its_broker_and_goes_with_it(database: D
     await database.write(instrument_loads.set_source, "paper", "lists", "main", actor="op")
     [source] = await database.fetch(instrument_loads.list_sources)
     assert (source.user_id, source.account_id, source.set_by) == ("lists", "main", "op")
+    assert source.market == "stock"
+    assert await database.fetch(instrument_loads.removed_sources) == []
     await database.write(accounts.remove_account, "lists", "main", actor="op", reason="moved")
-    assert await database.fetch(instrument_loads.list_sources) == []
+    [removed] = await database.fetch(instrument_loads.removed_sources)
+    assert (removed.broker, removed.market, removed.account_id) == ("paper", "stock", "main")
+    with pytest.raises(InstrumentSourceMissing, match="was removed"):
+        await database.write(instrument_loads.begin_load, "paper", DAY)
+    await database.write(instrument_loads.delete_source, "paper", actor="op")
+    assert await database.fetch(instrument_loads.removed_sources) == []

@@ -147,3 +147,39 @@ async def test_a_release_works_on_a_newer_schema_and_not_on_an_older_one(
     # Nor does the job of this release change what a newer one made.
     assert await migrate(empty_database) == ("9001", "9001")
     assert newest_revision() < "9001"
+
+
+async def test_a_list_and_its_source_are_of_the_accounts_market_after_the_migration(
+    empty_database: str, scripts: Path
+) -> None:
+    for path in (scripts / "versions").glob("002[2-9]*.py"):
+        path.unlink()
+    assert (await migrate(empty_database, scripts))[1] == "0021"
+    before = await connect(empty_database)
+    await before.execute("insert into users (id) values ('lists')")
+    await before.execute(
+        "insert into broker_accounts (user_id, account_id, broker, broker_type, simulation)"
+        " values ('lists', 'main', 'paper', 'futures', true)"
+    )
+    await before.execute(
+        "insert into instrument_sources (broker, user_id, account_id, set_by)"
+        " values ('paper', 'lists', 'main', 'op')"
+    )
+    await before.execute(
+        "insert into instrument_loads (broker, user_id, account_id, trading_day, state)"
+        " values ('paper', 'lists', 'main', '2026-11-23', 'loaded'),"
+        " ('paper', 'lists', 'main', '2026-11-24', 'failed')"
+    )
+    await before.execute(
+        "insert into instruments (broker, code, market, kind, lot_units, lot_value, loaded_on)"
+        " values ('paper', '2330', 'stock', 'stock', 1000, 1000, '2026-11-23'),"
+        " ('paper', 'TXFA7', 'futures', 'future', 1, 200, '2026-11-23')"
+    )
+    await migrate(empty_database)
+    assert await before.fetchval("select market from instrument_sources") == "futures"
+    loads = await before.fetch("select market, markets from instrument_loads order by id")
+    assert [(load["market"], sorted(load["markets"])) for load in loads] == [
+        ("futures", ["futures", "stock"]),
+        ("futures", []),
+    ]
+    await before.close()

@@ -261,13 +261,16 @@ async def test_a_list_of_instruments_that_is_old_or_missing(
             )
         )
         await instrument_loads.set_source(session, "paper", "lists", "main", actor="op")
-    assert "no list of paper was loaded" in (await check_with(checks.INSTRUMENTS, settings)).problem
+    problem = (await check_with(checks.INSTRUMENTS, settings)).problem
+    assert "no list of paper, market stock, was loaded" in problem
     for day, is_old in ((today, False), (today - timedelta(days=20), True)):
         async with database.session() as session:
             await session.execute(text("delete from instrument_loads"))
             session.add(
                 InstrumentLoad(
                     broker="paper",
+                    market="stock",
+                    markets=["stock"],
                     user_id="lists",
                     account_id="main",
                     trading_day=day,
@@ -275,6 +278,11 @@ async def test_a_list_of_instruments_that_is_old_or_missing(
                 )
             )
         result = await check_with(checks.INSTRUMENTS, settings)
-        assert (f"the list of paper is of {day}" in result.problem) == is_old
+        assert (f"the list of paper, market stock, is of {day}" in result.problem) == is_old
         assert (result.problem == "") != is_old
+    async with database.session() as session:
+        await session.execute(text("delete from broker_accounts"))
+    problem = (await check_with(checks.INSTRUMENTS, settings)).problem
+    assert "account main of lists, which lists paper, market stock, was removed" in problem
+    assert f"the list of paper, market stock, is of {today - timedelta(days=20)}" in problem
     await database.close()

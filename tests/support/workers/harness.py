@@ -71,8 +71,10 @@ class WorkerHarness:
         self.user = f"user-{next(_numbers)}"
         self.workers: list[SpawnedWorker] = []
         self._controls = 0
-        #: The broker of all accounts.
+        #: The broker of all accounts, their market, and their secret key.
         self.broker = "scripted"
+        self.broker_type = "stock"
+        self.secret_key = "s"
         #: The broker's own id of an account, and whether it is a simulation.
         self.numbers: dict[str, tuple[str, bool]] = {}
         #: The person id of all accounts.
@@ -155,11 +157,13 @@ class WorkerHarness:
     ) -> SealedAccount:
         epoch = changes.get("epoch", 1)
         number, simulation = self.numbers.get(account_id, ("", True))
-        clear = encode(Credentials(api_key=api_key, secret_key="s", person_id=self.person))
+        clear = encode(
+            Credentials(api_key=api_key, secret_key=self.secret_key, person_id=self.person)
+        )
         return SealedAccount(
             account_id=account_id,
             broker=self.broker,
-            broker_type="stock",
+            broker_type=self.broker_type,
             simulation=simulation,
             number=number,
             version=changes.get("version", 1),

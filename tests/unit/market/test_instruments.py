@@ -66,7 +66,7 @@ def an_instrument(**changes: Any) -> Instrument:
 
 
 def test_the_brokers_list_goes_before_the_form_of_a_code() -> None:
-    known = load_instruments().find("CDFL6", MARKETS, an_instrument(), has_table=True)
+    known = load_instruments().find("CDFL6", MARKETS, an_instrument(), listed_markets={"futures"})
     assert known is not None
     assert known.lot_value == 2000
     assert known.prices_around(Decimal("600.5")) == (Decimal(600), Decimal(601))
@@ -74,7 +74,7 @@ def test_the_brokers_list_goes_before_the_form_of_a_code() -> None:
 
 def test_what_a_list_leaves_out_is_as_the_record_says() -> None:
     listed = an_instrument(code="2330", lot_units=1000, lot_value=Decimal(1000), ticks=())
-    known = load_instruments().find("2330", MARKETS, listed, has_table=True)
+    known = load_instruments().find("2330", MARKETS, listed, listed_markets={"stock"})
     assert known is not None
     assert known.prices_around(Decimal("499.75")) == (Decimal("499.5"), Decimal(500))
     assert known.value_of(1) == 1
@@ -82,10 +82,17 @@ def test_what_a_list_leaves_out_is_as_the_record_says() -> None:
 
 def test_a_code_that_the_list_lacks_is_unknown_unless_it_rolls() -> None:
     symbols = load_instruments()
-    assert symbols.find("2330", MARKETS, has_table=True) is None
-    rolling = symbols.find("TXFR1", MARKETS, has_table=True)
+    assert symbols.find("2330", MARKETS, listed_markets={"stock"}) is None
+    rolling = symbols.find("TXFR1", MARKETS, listed_markets={"futures"})
     assert rolling is not None
     assert rolling.lot_value == 200
+
+
+def test_a_list_of_one_market_says_nothing_of_the_codes_of_another() -> None:
+    known = load_instruments().find("TXFL6", MARKETS, listed_markets={"stock"})
+    assert known is not None
+    assert known.lot_value == 200
+    assert load_instruments().find("TXFL6", MARKETS, listed_markets={"futures"}) is None
 
 
 @pytest.mark.parametrize(

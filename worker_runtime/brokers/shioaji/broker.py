@@ -11,7 +11,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import timedelta, timezone
+from datetime import datetime, timedelta, timezone
 from decimal import Decimal
 from functools import cache
 from importlib import import_module
@@ -27,7 +27,7 @@ from worker_runtime.brokers.port import (
 )
 from worker_runtime.brokers.shioaji import mapping, sdk
 from worker_runtime.brokers.shioaji.files import private_folder, session_files
-from worker_runtime.brokers.shioaji.instruments import read_instruments
+from worker_runtime.brokers.shioaji.instruments import has_prices_of, read_instruments
 from worker_runtime.brokers.shioaji.reported_orders import ReportedOrders
 from worker_runtime.process.clock import clock_is_synchronised
 from worker_runtime.process.log import Log
@@ -244,17 +244,14 @@ class ShioajiBroker:
         """Returns the contract's reference price; None if that is not of today in Taipei, as in an
         old session. The price is in the contract's info, which the SDK loads when it is first
         asked for."""
-        api, today = (
-            self._api,
-            time.strftime("%Y-%m-%d", time.gmtime(time.time() + _TAIPEI_OFFSET_S)),
-        )
+        api, today = self._api, datetime.now(_TAIPEI_ZONE).date()
 
         def read() -> Any:
             return api.contracts.info(sdk.find_contract(api, self._key.broker_type, symbol))
 
         try:
             info = sdk.call_within(_INFO_TIMEOUT_S, read, lambda _: None)
-            return Decimal(str(info.reference)) or None if str(info.update_date) == today else None
+            return Decimal(str(info.reference)) or None if has_prices_of(info, today) else None
         except Exception as error:
             # The boundary of the SDK: without it the exchange's own limits remain.
             self._log.debug("shioaji.no_reference", symbol=symbol, error=type(error).__name__)
@@ -342,7 +339,8 @@ class ShioajiBroker:
             self._session()  # it may have ended since
             return self._query(timeout, work)
 
-        yield from read_instruments(api, self._key.broker_type, run, remaining_ms)
+        today = datetime.now(_TAIPEI_ZONE).date()
+        yield from read_instruments(api, self._key.broker_type, run, remaining_ms, today)
 
     def ping(self, timeout: float) -> None:
         """Queries the usage, which is a real round trip. The SDK's own view of its session can be

@@ -4,6 +4,9 @@ The SDK has bases (`contracts.list`) and the terms of each (`contracts.info`); t
 warrants it gives by what is underneath (`contracts.warrants`). `preload(info=True)` loads
 both. Before the market opens they may be missing (Sinotrade/Shioaji #19): then nothing is
 listed, rather than a part.
+
+Contracts are there early, but with the prices of the day before until the vendor updates them:
+those of futures at 07:50, those of stocks at 08:00. Such prices are left out.
 """
 
 import math
@@ -34,8 +37,10 @@ _MAX_NAME_LENGTH, _MAX_CODE_LENGTH = 120, 32
 RunWork = Callable[[Callable[[], Any]], Any]
 
 
-def read_instruments(api: Any, broker_type: str, run: RunWork, timeout_ms: int) -> Iterator[Any]:
-    """Yields the instruments that accounts of this type trade.
+def read_instruments(
+    api: Any, broker_type: str, run: RunWork, timeout_ms: int, today: date
+) -> Iterator[Instrument]:
+    """Yields the instruments that accounts of this type trade. `today`: the market's.
 
     Raises `InstrumentsUnavailable` if a kind of contract is missing, or the terms of many.
     """
@@ -43,12 +48,12 @@ def read_instruments(api: Any, broker_type: str, run: RunWork, timeout_ms: int) 
     run(lambda: api.contracts.preload(kinds, info=True, timeout=timeout_ms))
     for kind in kinds:
         if kind == "WRT":
-            yield from _warrants(api, run)
+            yield from _warrants(api, run, today)
         else:
-            yield from _contracts(api, kind, run)
+            yield from _contracts(api, kind, run, today)
 
 
-def _contracts(api: Any, kind: str, run: RunWork) -> Iterator[Instrument]:
+def _contracts(api: Any, kind: str, run: RunWork, today: date) -> Iterator[Instrument]:
     bases = list(run(lambda: api.contracts.list(kind)))
     if not bases:
         raise InstrumentsUnavailable(f"Shioaji has no contracts of the kind {kind} yet")
@@ -56,7 +61,7 @@ def _contracts(api: Any, kind: str, run: RunWork) -> Iterator[Instrument]:
     for begin in range(0, len(bases), _CONTRACTS_PER_BATCH):
         batch = bases[begin : begin + _CONTRACTS_PER_BATCH]
         for base, info in zip(batch, run(partial(_terms, api, kind, batch)), strict=True):
-            instrument = None if info is None else _instrument_of(kind, base, info)
+            instrument = None if info is None else _instrument_of(kind, base, info, today)
             if instrument is None:
                 missing += 1
             else:
@@ -82,7 +87,7 @@ def _terms(api: Any, kind: str, bases: Iterable[Any]) -> list[Any]:
     return terms
 
 
-def _warrants(api: Any, run: RunWork) -> Iterator[Instrument]:
+def _warrants(api: Any, run: RunWork, today: date) -> Iterator[Instrument]:
     underlyings = list(run(api.contracts.warrant_underlyings))
     if not underlyings:
         raise InstrumentsUnavailable("Shioaji has no warrants yet")
@@ -90,15 +95,15 @@ def _warrants(api: Any, run: RunWork) -> Iterator[Instrument]:
     for underlying in underlyings:
         for info in run(partial(api.contracts.warrants, underlying)):
             listed = True
-            yield _warrant_of(info)
+            yield _warrant_of(info, today)
     if not listed:
         raise InstrumentsUnavailable("Shioaji has no warrants yet")
 
 
-def _instrument_of(kind: str, base: Any, info: Any) -> Instrument | None:
+def _instrument_of(kind: str, base: Any, info: Any, today: date) -> Instrument | None:
     """Returns the instrument of a contract; None if its terms do not say what a lot is worth."""
     if kind == "STK":
-        return _share_of(base, info)
+        return _share_of(base, info, today)
     multiplier = _number(info.multiplier) or _number(info.contract_size)
     if multiplier is None:
         return None
@@ -112,13 +117,18 @@ def _instrument_of(kind: str, base: Any, info: Any) -> Instrument | None:
         lot_value=multiplier,
         # With a rule the tick depends on the price, and one step would be wrong at others.
         ticks=(PriceStep(tick=tick),) if tick is not None and not info.tick_rule else (),
-        expires_on=_day(info.last_trading_date) or _day(info.delivery_date),
+        # A rolling code continues with the next contract when the one it stands for ends.
+        expires_on=None if base.target_code else _last_day(info),
         underlying=_text(info.underlying_code or info.root, _MAX_CODE_LENGTH),
-        **_prices(info),
+        **_prices(info, today),
     )
 
 
-def _share_of(base: Any, info: Any) -> Instrument | None:
+def _last_day(info: Any) -> date | None:
+    return _day(info.last_trading_date) or _day(info.delivery_date)
+
+
+def _share_of(base: Any, info: Any, today: date) -> Instrument | None:
     unit = _number(info.unit)
     if unit is None or unit != int(unit):
         return None
@@ -133,11 +143,11 @@ def _share_of(base: Any, info: Any) -> Instrument | None:
         lot_units=int(unit),
         lot_value=unit,
         day_trade=_DAY_TRADE.get(str(getattr(info.day_trade, "value", info.day_trade))),
-        **_prices(info),
+        **_prices(info, today),
     )
 
 
-def _warrant_of(info: Any) -> Instrument:
+def _warrant_of(info: Any, today: date) -> Instrument:
     return Instrument(
         code=info.code,
         name=_text(info.name, _MAX_NAME_LENGTH),
@@ -147,17 +157,25 @@ def _warrant_of(info: Any) -> Instrument:
         lot_value=Decimal(_WARRANT_LOT_UNITS),
         expires_on=_day(info.last_trading_date) or _day(info.expiry_date),
         underlying=_text(info.underlying_code, _MAX_CODE_LENGTH),
-        **_prices(info),
+        **_prices(info, today),
     )
 
 
-def _prices(info: Any) -> dict[str, Any]:
-    """Returns the reference price and the limits; no limits if the upper one is below the lower."""
+def _prices(info: Any, today: date) -> dict[str, Any]:
+    """Returns the reference price and the limits, if they are today's; no limits if the upper one
+    is below the lower."""
+    if not has_prices_of(info, today):
+        return {"prices_due": True}
     reference = _number(info.reference)
     up, down = _number(info.limit_up), _number(info.limit_down)
     if up is not None and down is not None and up < down:
         up = down = None
     return {"reference": reference, "limit_up": up, "limit_down": down}
+
+
+def has_prices_of(info: Any, day: date) -> bool:
+    """Returns True if a contract's terms were updated on this day."""
+    return str(info.update_date) == day.isoformat()
 
 
 def _number(value: Any) -> Decimal | None:

@@ -10,7 +10,7 @@ from zoneinfo import ZoneInfo
 
 import msgspec
 import pytest
-from sqlalchemy import func, select
+from sqlalchemy import func, select, update
 from temporalio.testing import ActivityEnvironment
 
 from activities.instruments.loading import InstrumentActivities, find_due, find_fault
@@ -18,7 +18,7 @@ from infra.database import accounts, users
 from infra.database.engine import Database
 from infra.database.models import EncryptedCredentials
 from infra.database.trading import instrument_loads, instruments
-from infra.database.trading.models import StagedInstrument
+from infra.database.trading.models import InstrumentLoad, StagedInstrument
 from infra.market.calendar import MarketCalendars
 from worker_runtime.protocol.errors import BerthError, InstrumentsLoading, WorkerUnavailable
 from worker_runtime.protocol.installed_brokers import installed_brokers
@@ -31,7 +31,6 @@ from worker_runtime.protocol.instruments import (
 from worker_runtime.protocol.messages import Answer
 from worker_runtime.protocol.requests import ListInstruments
 from workflows.instruments.messages import (
-    InstrumentsPlan,
     LoadInstruments,
     LoadOutcome,
     PlanInstruments,
@@ -266,16 +265,69 @@ def test_a_load_is_due_ahead_of_the_first_market_until_the_day_ends(now: float, 
     assert find_due(MarketCalendars(), "nobody", now, HOUR) is None
 
 
-async def test_a_broker_is_due_until_its_list_of_the_day_is_in_force(database: Database) -> None:
-    worker = ListingWorker(LISTED)
-    activities = InstrumentActivities(database, MarketCalendars(), worker.call)
+class Looks:
+    """Looks at which lists are due, and the loads between them."""
 
-    async def plan(now: float) -> InstrumentsPlan:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def due_at(self, now: float) -> list[tuple[str, str, str]]:
+        worker = ListingWorker(LISTED)
+        activities = InstrumentActivities(self._database, MarketCalendars(), worker.call)
         request = PlanInstruments(lead=1.5 * HOUR, at=now)
-        return await ActivityEnvironment().run(activities.plan_instruments, request)
+        plan = await ActivityEnvironment().run(activities.plan_instruments, request)
+        return [(load.broker, load.market, load.day) for load in plan.loads]
 
-    assert [load.broker for load in (await plan(at(8, 0))).loads] == ["paper"]
-    await attempt(database, worker)
-    assert (await plan(at(8, 0))).loads == ()
+    async def load_at(self, now: float, *listed: Instrument) -> None:
+        assert (await attempt(self._database, ListingWorker(listed))).loaded
+        async with self._database.session() as session:
+            last = select(func.max(InstrumentLoad.id)).scalar_subquery()
+            begin = update(InstrumentLoad).where(InstrumentLoad.id == last)
+            await session.execute(begin.values(began_at=datetime.fromtimestamp(now, UTC)))
+
+
+@pytest.fixture
+def looks(database: Database) -> Looks:
+    return Looks(database)
+
+
+async def test_a_broker_is_due_until_its_list_of_the_day_is_in_force(looks: Looks) -> None:
+    assert await looks.due_at(at(8, 0)) == [("paper", "stock", "2026-11-23")]
+    await looks.load_at(at(8, 0), *LISTED)
+    assert await looks.due_at(at(8, 15)) == []
     tomorrow = date(2026, 11, 24)
-    assert [load.day for load in (await plan(at(8, 0, tomorrow))).loads] == ["2026-11-24"]
+    assert await looks.due_at(at(8, 0, tomorrow)) == [("paper", "stock", "2026-11-24")]
+
+
+async def test_a_load_by_hand_before_the_lead_is_not_the_load_of_the_day(looks: Looks) -> None:
+    await looks.load_at(at(0, 30), *LISTED)
+    assert await looks.due_at(at(0, 45)) == []
+    assert await looks.due_at(at(7, 0)) == [("paper", "stock", "2026-11-23")]
+    await looks.load_at(at(7, 0), *LISTED)
+    assert await looks.due_at(at(7, 15)) == []
+
+
+async def test_a_list_without_the_prices_of_the_day_is_loaded_again_until_it_has_them(
+    looks: Looks, database: Database
+) -> None:
+    late = [msgspec.structs.replace(each, prices_due=True) for each in LISTED]
+    await looks.load_at(at(7, 0), *late)
+    assert len(await codes_in_force(database)) == 10
+    assert await looks.due_at(at(7, 15)) == [("paper", "stock", "2026-11-23")]
+    # A suspended one never gets prices.
+    await looks.load_at(at(8, 0), *LISTED[:9], late[9])
+    assert await looks.due_at(at(8, 15)) == []
+
+
+async def test_kinds_whose_prices_come_late_make_the_list_due_though_they_are_few(
+    looks: Looks,
+) -> None:
+    fund = stock("0050", kind=InstrumentKind.FUND, prices_due=True)
+    await looks.load_at(at(7, 0), fund, *LISTED)
+    assert await looks.due_at(at(7, 15)) == [("paper", "stock", "2026-11-23")]
+
+
+async def test_prices_that_never_come_end_the_loads_while_the_market_is_open(looks: Looks) -> None:
+    await looks.load_at(at(8, 15), *(msgspec.structs.replace(e, prices_due=True) for e in LISTED))
+    assert await looks.due_at(at(10, 15)) == [("paper", "stock", "2026-11-23")]
+    assert await looks.due_at(at(10, 30)) == []

@@ -4,6 +4,7 @@ contracts; from a broker's list where one was loaded, else from its record."""
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from datetime import date, datetime, timedelta
 from decimal import Decimal
 from typing import Any
@@ -11,11 +12,13 @@ from typing import Any
 import httpx
 import pytest
 
+from infra.database.orders.checks import CheckedTerms
 from infra.database.trading import instruments
 from infra.database.trading.models import InstrumentLoad, InstrumentRow
 from infra.market.calendar import zone_of_market
 from tests.support.api.accounts import put_account, set_account_limits
 from tests.support.systems.api import ServedApi, StartWorker, an_order, running_api
+from worker_runtime.protocol.errors import UnknownSymbol
 from worker_runtime.protocol.installed_brokers import built_in_brokers
 from worker_runtime.protocol.instruments import Instrument, InstrumentKind, PriceStep
 
@@ -50,7 +53,12 @@ async def load(api: ServedApi, *listed: Instrument, day: date | None = None) -> 
     day = day or today()
     async with api.services.database.session() as session:
         load = InstrumentLoad(
-            broker="paper", user_id=api.user, account_id="main", trading_day=day, state="loaded"
+            broker="paper",
+            user_id=api.user,
+            account_id="main",
+            trading_day=day,
+            state="loaded",
+            markets=sorted({instrument.market for instrument in listed}),
         )
         session.add(load)
         session.add_all(
@@ -167,6 +175,36 @@ async def test_the_brokers_list_decides_steps_limits_and_which_codes_exist(
     assert (await place(api, caller, 6, symbol="TXFR1", price="100"))[0] == 201
 
 
+async def test_a_list_of_one_market_refuses_no_code_of_another(
+    api: ServedApi, caller: httpx.AsyncClient
+) -> None:
+    await load(api, STOCK)
+    assert (await place(api, caller, 1, symbol="2317", price="100"))[1] == "UNKNOWN_SYMBOL"
+    assert (await place(api, caller, 2, symbol="TXFL6", price="100"))[0] == 201
+
+
+async def test_what_closes_a_position_is_not_refused_for_a_code_that_the_list_lacks(
+    api: ServedApi,
+) -> None:
+    await load(api, STOCK)
+    terms = CheckedTerms(
+        user_id=api.user,
+        account_id="main",
+        symbol="2317",
+        quantity=1,
+        price_type="LMT",
+        price=Decimal(100),
+        time_in_force="ROD",
+        trading_day=today(),
+    )
+    changed = api.settings.model_copy(update={"check_symbols": "all"})
+    async with running_api(changed) as strict:
+        checks = strict.services.placer.checks
+        with pytest.raises(UnknownSymbol):
+            await checks.check(terms)
+        await checks.check(replace(terms, reduce_only=True))
+
+
 async def test_limits_and_absent_codes_of_an_old_list_refuse_nothing(
     api: ServedApi, caller: httpx.AsyncClient
 ) -> None:
@@ -214,6 +252,22 @@ async def test_a_contract_whose_last_day_is_over_is_refused(
     _, code, body = await place(api, caller, 1, symbol="TXFA6", price="20000")
     assert code == "INSTRUMENT_EXPIRED"
     assert f"traded until {ended.expires_on}" in body["detail"]
+
+
+async def test_a_rolling_code_trades_on_after_the_contract_for_which_it_stood_has_ended(
+    api: ServedApi, caller: httpx.AsyncClient
+) -> None:
+    """As in the evening session of a settlement day, with the list of that morning."""
+    rolling = Instrument(
+        code="TXFR1",
+        market="futures",
+        kind=InstrumentKind.FUTURE,
+        lot_units=1,
+        lot_value=Decimal(200),
+        expires_on=today() - timedelta(days=1),
+    )
+    await load(api, rolling)
+    assert (await place(api, caller, 1, symbol="TXFR1", price="20000"))[0] == 201
 
 
 async def test_a_code_is_looked_up_once_for_many_orders(
