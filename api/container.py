@@ -39,6 +39,7 @@ from api.positions.intents import IntentRunner
 from api.processes.link import ProcessCounts
 from api.switches.service import SwitchControl
 from api.webhook_calls.service import FailureNotices, SignalTester
+from api.webhooks.meaning import SignalInterpreter
 from api.webhooks.queue import SignalQueue
 from api.webhooks.service import SignalReceiver
 from api.workers.answers import AnswerListener
@@ -197,22 +198,24 @@ class Services:
         self.signals = SignalQueue(
             self.database, self.closer, self.reader, self.notifications, traces
         )
+        calendars = MarketCalendars(
+            Path(settings.calendar_file) if settings.calendar_file else None
+        )
+        self.home_calendar = calendars.home
+        interpreter = SignalInterpreter(self.database, checks, calendars)
         self.webhooks = SignalReceiver(
             self.database,
             self.limits,
             self.signals,
             self.reader,
-            load_calendar(Path(settings.calendar_file) if settings.calendar_file else None),
+            interpreter,
             settings,
             require_schema=self.schema.require,
             is_genuine=self.tokens.is_genuine,
         )
-        calendars = MarketCalendars(
-            Path(settings.calendar_file) if settings.calendar_file else None
-        )
         self.instrument_lists = InstrumentLists(temporal, self.database, calendars)
         self.failure_notices = FailureNotices(self.database, self.kept_jobs, self.schema.require)
-        self.signal_tester = SignalTester(self.database, self.signals, self.webhooks.calendar)
+        self.signal_tester = SignalTester(self.database, self.signals, interpreter)
 
     @property
     def wrapper(self) -> KeyWrapper:
@@ -261,7 +264,7 @@ class Services:
         readiness = await self.readiness.check()
         for name, server in readiness.dependencies.items():
             page.add("berth_server_up", server.state == "up", name)
-        metrics.write_host(page, self.settings, self.webhooks.calendar)
+        metrics.write_host(page, self.settings, self.home_calendar)
         up = {name for name, server in readiness.dependencies.items() if server.state == "up"}
         # One that refuses to write answers a question, and says why.
         with suppress(RedisError):

@@ -5,7 +5,7 @@ daily count may be off by a few.
 """
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from datetime import UTC, date, datetime
 from decimal import Decimal
@@ -16,13 +16,14 @@ from infra.database.engine import Database
 from infra.database.orders.acceptance import NO_BOUNDS, NewOrder, OrderBounds
 from infra.database.orders.checks import CheckedTerms
 from infra.database.trading import limits as trading_limits
+from infra.database.trading.instruments import find_futures
 from infra.database.trading.limits import AccountUsage
 from infra.market import calendar, instruments
 from infra.market.instruments import SymbolTerms
 from infra.settings import Settings
 from worker_runtime.protocol import errors
 from worker_runtime.protocol.broker_record import MarketRule, Plugin, terms_of
-from worker_runtime.protocol.contract_codes import is_rolling
+from worker_runtime.protocol.contract_codes import is_rolling, is_single_future
 from worker_runtime.protocol.installed_brokers import market_of
 from worker_runtime.protocol.order_terms import ODD_LOTS, OpenClose, OrderLot, Side
 
@@ -107,7 +108,7 @@ class PreTradeChecks:
         if usage is None or order.price is None:
             return order
         plugin, _ = market_of(usage.broker, usage.broker_type)
-        terms, _ = await self._find_terms(order, plugin)
+        terms, _ = await self._find_terms(order.symbol, plugin)
         around = terms.prices_around(order.price) if terms is not None else None
         if around is None:
             return order
@@ -115,16 +116,32 @@ class PreTradeChecks:
         price = down if order.side == Side.BUY else up
         return replace(order, price=price) if price > 0 else order
 
+    async def find_symbol(self, symbol: str, plugin: Plugin) -> SymbolTerms | None:
+        """Returns what is known of a broker's symbol; None: there is no such symbol. Raises
+        `DatabaseUnavailable`."""
+        terms, _ = await self._find_terms(symbol, plugin)
+        return terms
+
+    async def find_futures(self, product: str, plugin: Plugin) -> Mapping[str, date]:
+        """Returns the futures of a product that the broker lists, with their last days; none
+        without a recent list. Raises `DatabaseUnavailable`."""
+        loaded = await self._loaded.find(plugin.record.name, product)
+        markets = self._listed_markets(loaded, plugin)
+        if not markets:
+            return {}
+        listed = await self._database.read(find_futures, plugin.record.name, markets, product)
+        return {code: day for code, day in listed.items() if is_single_future(code, product)}
+
     async def _find_terms(
-        self, order: CheckedTerms, plugin: Plugin
+        self, symbol: str, plugin: Plugin
     ) -> tuple[SymbolTerms | None, LoadedInstrument]:
-        """Returns what is known of the order's symbol (None: there is no such symbol), and what the
+        """Returns what is known of a symbol (None: there is no such symbol), and what the
         broker's list says of it."""
-        loaded = await self._loaded.find(plugin.record.name, order.symbol)
+        loaded = await self._loaded.find(plugin.record.name, symbol)
         # The operator's symbols file covers only the home markets.
         symbols = instruments.Instruments() if plugin.distribution else self._instruments
         terms = symbols.find(
-            order.symbol,
+            symbol,
             plugin.record.markets,
             loaded.instrument,
             listed_markets=() if loaded.instrument else self._listed_markets(loaded, plugin),
@@ -155,7 +172,7 @@ class PreTradeChecks:
     ) -> Decimal | None:
         """Checks the order's symbol and price. Returns the value of a quantity of 1 at a price of
         1; None if it is not known."""
-        terms, loaded = await self._find_terms(new, plugin)
+        terms, loaded = await self._find_terms(new.symbol, plugin)
         if terms is None:
             # What is held may be closed, though the list lacks it: the broker decides.
             if self._applies_to(self._settings.check_symbols, plugin) and not new.reduce_only:
@@ -276,7 +293,8 @@ def _refuse_between_steps(symbol: str, price: Decimal, terms: SymbolTerms) -> No
         )
     raise errors.PriceOffTick(
         f"{price:f} is between two steps of the prices of {symbol}. The next prices are {down:f}"
-        f" and {up:f}. Send one of these, or set `price_rounding` to `passive`."
+        f" and {up:f}. Send one of these, or set `price_rounding` to `passive` (of a webhook:"
+        " `safe`)."
     )
 
 

@@ -32,7 +32,7 @@ from infra import tasks
 from infra.database.engine import Database, DatabaseUnavailable
 from infra.database.orders import acceptance
 from infra.database.orders.acceptance import StoredOrder, place_request
-from infra.database.orders.checks import orders_by_client_ids
+from infra.database.orders.checks import find_refusal, orders_by_client_ids
 from infra.database.orders.merging import outcome_of
 from infra.database.orders.states import IN_QUEUE
 from infra.market.calendar import HOME_ZONE
@@ -272,6 +272,22 @@ class OrderPlacer:
             return await self._resume_order(accepted, bounds, generation, began)
         request = self._request_of(accepted.order, bounds, lifetime_s, new.trace)
         return PendingOrder(accepted.order, request, began + lifetime_s, began)
+
+    async def check_order(
+        self, user_id: str, body: schemas.OrderRequest, *, parent: ParentRequest | None = None
+    ) -> None:
+        """Raises what an order would be refused for if it was placed now. Writes nothing.
+
+        It does not look for an order with the same client order id, or for a duplicate.
+        """
+        new = self._new_order(user_id, body, "", parent, "", self.lifetime_s)
+        if body.price_rounding is schemas.OrderPriceRounding.PASSIVE:
+            new = await self.checks.round_price(new)
+        await self.checks.check(new)
+        async with self.database.session(autocommit=True) as session:
+            refusal = await find_refusal(session, new, self.unknown_blocks)
+        if refusal is not None:
+            raise refusal
 
     def _new_order(
         self,

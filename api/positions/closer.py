@@ -326,9 +326,7 @@ class PositionCloser:
         close above the market's maximum, else one."""
         written = []
         for body, parent in orders:
-            parts = [body]
-            if parent.reduce_only:
-                parts = split_close(body, await _find_market(session, user_id, body))
+            parts = await _parts_of(session, user_id, body, parent)
             written.append(
                 [
                     await self._placer.write_order(
@@ -338,6 +336,17 @@ class PositionCloser:
                 ]
             )
         return written
+
+    async def check_together(
+        self, user_id: str, orders: Sequence[tuple[OrderRequest, ParentRequest]]
+    ) -> None:
+        """Raises what orders would be refused for if `place_together` placed them now, apart from
+        other orders in the symbol. Writes nothing."""
+        for body, parent in orders:
+            async with self._database.session(autocommit=True) as session:
+                parts = await _parts_of(session, user_id, body, parent)
+            for part in parts:
+                await self._placer.check_order(user_id, part, parent=parent)
 
     async def _repeat_all(
         self,
@@ -390,6 +399,15 @@ class PositionCloser:
         lock = self._turns.setdefault(user_id, asyncio.Lock())
         async with lock, self._writing:
             yield
+
+
+async def _parts_of(
+    session: AsyncSession, user_id: str, body: OrderRequest, parent: ParentRequest
+) -> list[OrderRequest]:
+    """Returns the orders of a request: several for a close above the market's maximum."""
+    if not parent.reduce_only:
+        return [body]
+    return split_close(body, await _find_market(session, user_id, body))
 
 
 async def _find_market(session: AsyncSession, user_id: str, order: OrderRequest) -> MarketRule:

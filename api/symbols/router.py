@@ -8,6 +8,8 @@ from api.container import Call
 from api.http import errors, problems
 from api.symbols.schemas import SymbolNameList, SymbolNameRequest, SymbolNameView
 from infra.database.trading import symbol_names
+from infra.market.signal_symbols import require_readable
+from worker_runtime.protocol.errors import UnknownSymbol
 
 router = APIRouter(tags=["symbols"])
 
@@ -36,10 +38,11 @@ async def list_symbol_names(call: Call) -> SymbolNameList:
 @router.put(
     "/symbols/{name}",
     summary="Set the meaning of a symbol's name",
-    responses=problems.responses(errors.InvalidRequest),
+    responses=problems.responses(errors.InvalidRequest, UnknownSymbol),
 )
 async def put_symbol_name(name: Name, body: SymbolNameRequest, call: Call) -> SymbolNameView:
     """Applies to signals that come from now on; earlier ones keep the meaning they had."""
+    require_readable(body.symbol)
     row = await call.database.write(
         symbol_names.put_name, name.upper(), body.symbol, actor=call.actor
     )

@@ -7,6 +7,7 @@ from fastapi import APIRouter, Query, Response
 
 from api.container import Call, KnownUserId, VisibleUserId
 from api.http import errors, problems
+from api.orders.router import REFUSALS
 from api.webhook_calls import schemas, service
 from infra.database.trading import webhook_calls
 from infra.database.trading.webhook_calls import MAX_SHOWN_CALLS
@@ -34,7 +35,7 @@ async def list_calls(
     ] = None,
 ) -> schemas.WebhookCallList:
     """Covers the last 200, the newest first: signals with their orders, refusals with
-    their reason."""
+    their reason; besides the last 20 without the webhook's secret or from another address."""
     await service.get_webhook(call.database, user_id, webhook_id)
     rows = await call.database.fetch(
         webhook_calls.list_calls, webhook_id, before=cursor, limit=limit + 1
@@ -57,7 +58,7 @@ async def list_calls(
 async def export_calls(
     user_id: VisibleUserId, webhook_id: UUID, call: Call, bom: Bom = False
 ) -> Response:
-    """Covers the last 200. Times are in the home zone."""
+    """Covers the same calls as the list. Times are in the home zone."""
     await service.get_webhook(call.database, user_id, webhook_id)
     data = await service.export_calls(call.database, webhook_id, bom=bom)
     headers = {
@@ -74,9 +75,12 @@ async def export_calls(
         *problems.WITHOUT_WORKER,
         errors.NotFound,
         errors.InvalidRequest,
+        errors.WebhookUnknown,
+        errors.WebhookPaused,
+        errors.WebhookExpired,
         errors.OddLotRefused,
-        protocol.PriceOffTick,
         errors.CloseInvalid,
+        *REFUSALS,
         errors.NoAnswer,
         protocol.RateLimited,
         protocol.BrokerError,
@@ -85,7 +89,7 @@ async def export_calls(
 async def test_signal(
     user_id: KnownUserId, webhook_id: UUID, body: schemas.SignalTestRequest, call: Call
 ) -> schemas.SignalTestView:
-    """Checks and plans a signal as if it came now, and places no order. The test is listed among
-    the calls."""
+    """Checks and plans a signal as if it came now, and places no order: what the signal would be
+    refused for is this answer, too. The test is listed among the calls."""
     webhook = await service.get_webhook(call.database, user_id, webhook_id)
     return await call.services.signal_tester.test_signal(webhook, body)

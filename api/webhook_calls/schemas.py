@@ -90,7 +90,7 @@ _COLUMNS = frozenset(WebhookCall.__table__.columns.keys()) - {"plan"}
 
 
 class WebhookCallList(View):
-    """A page of a webhook's last 200 calls, the newest first."""
+    """A page of a webhook's last calls, the newest first."""
 
     calls: list[WebhookCallView]
     next_cursor: int | None = None

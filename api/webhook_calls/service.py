@@ -22,17 +22,17 @@ from api.webhook_calls.schemas import (
     SignalTestView,
     WebhookCallView,
 )
-from api.webhooks.meaning import interpret
+from api.webhooks.meaning import SignalInterpreter
 from api.webhooks.queue import SignalQueue
 from api.webhooks.schemas import parse_signal
-from api.webhooks.service import shown_body
+from api.webhooks.service import require_open, shown_body
 from infra.database import users
 from infra.database.engine import Database
-from infra.database.trading import signals, symbol_names, webhook_calls, webhooks
+from infra.database.trading import signals, webhook_calls, webhooks
 from infra.database.trading.models import Webhook, WebhookCall
 from infra.database.trading.webhook_calls import WebhookFailures
 from infra.jobs.kept import KeptJobs
-from infra.market.calendar import HOME_ZONE, Calendar
+from infra.market.calendar import HOME_ZONE
 from worker_runtime.jobs.protocol.catalog import DeliverWebhook, SendEmail, cell_text, make_job
 from worker_runtime.jobs.protocol.messages import Job
 from worker_runtime.protocol.errors import BerthError, MalformedMessage
@@ -69,17 +69,20 @@ log = structlog.get_logger()
 class SignalTester:
     """Checks and plans a signal as if it came now."""
 
-    def __init__(self, database: Database, queue: SignalQueue, calendar: Calendar) -> None:
+    def __init__(
+        self, database: Database, queue: SignalQueue, interpreter: SignalInterpreter
+    ) -> None:
         self._database = database
         self._queue = queue
-        self._calendar = calendar
+        self._interpreter = interpreter
 
     async def test_signal(self, webhook: Webhook, request: SignalTestRequest) -> SignalTestView:
         """Plans a signal, records the test, and places nothing.
         A refusal is recorded and raised, too.
 
-        Raises `InvalidRequest`, `UnknownSymbol`, `OddLotRefused`, `PriceOffTick`, `CloseInvalid`,
-        and why the broker's positions could not be read.
+        Raises `InvalidRequest`, `WebhookUnknown` for a revoked webhook, `WebhookPaused`,
+        `WebhookExpired`, `UnknownSymbol`, `OddLotRefused`, `PriceOffTick`, `CloseInvalid`, what
+        checks and switches refuse, and why the broker's positions could not be read.
         """
         now = datetime.now(UTC)
         # The test needs no secret: its sender has an API key of the webhook's owner.
@@ -88,8 +91,8 @@ class SignalTester:
         columns: dict[str, Any] = {}
         try:
             signal = parse_signal(body)
-            names = await self._database.fetch(symbol_names.load_names)
-            received = interpret(signal, webhook, names, self._calendar, now)
+            require_open(webhook)
+            received = await self._interpreter.interpret(signal, webhook, now)
             columns = received.columns
             plan = await self._queue.plan_from_position(
                 webhook.user_id,

@@ -24,7 +24,9 @@ from typing import Any, Self
 
 from api.http.errors import OddLotRefused
 from infra.market.signal_symbols import round_to_tick
+from worker_runtime.protocol.broker_record import TickStep
 from worker_runtime.protocol.errors import PriceOffTick
+from worker_runtime.protocol.instruments import PriceStep
 from worker_runtime.protocol.messages import PriceType, Side, TimeInForce
 from worker_runtime.protocol.order_terms import (
     ODD_LOTS,
@@ -216,16 +218,16 @@ class OrderPricing:
     #: The price in a market signal, which only orders for odd lots use.
     quoted: Decimal | None = None
 
-    def rounded(self, symbol: str, side: Side, rounding: PriceRounding) -> Self:
+    def rounded(self, meaning: "Meaning", side: Side) -> Self:
         """Return the same pricing with a limit price that the exchange takes. Raises
         `PriceOffTick`."""
         if self.price is None:
             return self
-        price = round_to_tick(symbol, self.price, buys=side is Side.BUY)
-        if price != self.price and rounding is PriceRounding.REFUSE:
+        price = meaning.round_price(self.price, side)
+        if price != self.price and meaning.rounding is PriceRounding.REFUSE:
             raise PriceOffTick(
-                f"{self.price.normalize():f} is between two ticks of {symbol}; the next one is "
-                f"{price:f}"
+                f"{self.price.normalize():f} is between two ticks of {meaning.symbol}; the next "
+                f"one is {price:f}. Send that one, or set the webhook's `price_rounding` to `safe`."
             )
         return replace(self, price=price)
 
@@ -345,8 +347,18 @@ class Meaning:
     rounding: PriceRounding
     pricing: OrderPricing
     names: OrderNames
-    #: The intraday odd lot or the one after the close, by the hour in which it came.
-    odd_lot: OrderLot = OrderLot.INTRADAY_ODD
+    #: The intraday odd lot or the one after the close, by the hour in which it came; None: the
+    #: market has no odd lots.
+    odd_lot: OrderLot | None = OrderLot.INTRADAY_ODD
+    #: Units (shares) in a full lot.
+    lot_units: int = SHARES_PER_LOT
+    #: Steps of the symbol's prices; None: those that the home markets have for its form, as for
+    #: each signal that the release before stored.
+    ticks: Sequence[TickStep | PriceStep] | None = None
+
+    def round_price(self, price: Decimal, side: Side) -> Decimal:
+        """Return the next price that the exchange takes and that is no worse for the sender."""
+        return round_to_tick(self.symbol, price, buys=side is Side.BUY, ticks=self.ticks)
 
 
 def plan_signal(
@@ -364,13 +376,22 @@ def plan_signal(
     moves = plan_moves(meaning.wish, held, meaning.mode)
     notes = [moves.note] if moves.note else []
     orders: list[PlannedOrder] = []
-    traded = 0
+    traded = unclosed = 0
     for move in moves.steps:
+        if unclosed:
+            notes.append(f"{unclosed} shares of the other side are left, so nothing is opened")
+            break
         planned, note = _orders_of(meaning, move, condition)
         orders += planned
         notes += [note] if note else []
-        signed = sum(_in_unit(meaning, order) for order in planned)
-        traded += signed if move.side is Side.BUY else -signed
+        quantity = sum(_in_unit(meaning, order) for order in planned)
+        traded += quantity if move.side is Side.BUY else -quantity
+        unclosed = move.quantity - quantity if move.closes else 0
+    if unclosed and not orders and any(not move.closes for move in moves.steps):
+        raise OddLotRefused(
+            f"{unclosed} shares of the other side are no full lot, and nothing is opened next to "
+            "them: close them with an odd lot, or set the webhook's odd to split"
+        )
     plain = meaning.wish.is_plain
     return SignalPlan(
         before=None if plain else held,
@@ -384,13 +405,13 @@ def plan_signal(
 
 def _in_unit(meaning: Meaning, order: PlannedOrder) -> int:
     lots = meaning.unit is QuantityUnit.SHARES and order.pricing.lot not in ODD_LOTS
-    return order.quantity * (SHARES_PER_LOT if lots else 1)
+    return order.quantity * (meaning.lot_units if lots else 1)
 
 
 def _orders_of(
     meaning: Meaning, move: Move, condition: OrderCondition | None
 ) -> tuple[list[PlannedOrder], str]:
-    pricing = meaning.pricing.rounded(meaning.symbol, move.side, meaning.rounding)
+    pricing = meaning.pricing.rounded(meaning, move.side)
     if move.closes:
         # What was bought on margin is sold on margin; the open or close type is that of the order
         # that opens.
@@ -411,20 +432,26 @@ def _orders_of(
 
     if meaning.unit is not QuantityUnit.SHARES or pricing.lot in ODD_LOTS:
         return [order(move.quantity, pricing)], ""
-    lots, rest = divmod(move.quantity, SHARES_PER_LOT)
+    lots, rest = divmod(move.quantity, meaning.lot_units)
     orders = [order(lots, pricing)] if lots else []
     if not rest:
         return orders, ""
     verb = "bought" if move.side is Side.BUY else "sold"
     if meaning.odd is OddLots.ROUND_DOWN:
         return orders, f"{rest} of {move.quantity} shares are no full lot and are not {verb}"
+    if meaning.odd_lot is None:
+        raise OddLotRefused(
+            f"{move.quantity} shares are {lots} lots of {meaning.lot_units} and {rest} shares, and "
+            "the market takes full lots only (odd: round_down leaves the rest out)"
+        )
     if meaning.odd is OddLots.REFUSE:
         raise OddLotRefused(
             f"{move.quantity} shares are {lots} lots and {rest} shares; this webhook refuses "
             "shares beyond full lots (odd: split orders them as an odd lot, round_down leaves them "
             "out)"
         )
-    return [*orders, order(rest, _odd_pricing(meaning, move, pricing, rest), odd=True)], ""
+    odd_pricing = replace(_odd_pricing(meaning, move, pricing, rest), lot=meaning.odd_lot)
+    return [*orders, order(rest, odd_pricing, odd=True)], ""
 
 
 def _odd_pricing(meaning: Meaning, move: Move, pricing: OrderPricing, rest: int) -> OrderPricing:
@@ -447,16 +474,11 @@ def _odd_pricing(meaning: Meaning, move: Move, pricing: OrderPricing, rest: int)
                 " order, or let the webhook round down"
             )
         sign = 1 if move.side is Side.BUY else -1
-        price = round_to_tick(
-            meaning.symbol,
-            meaning.pricing.quoted * (1 + sign * ODD_LOT_MARGIN),
-            buys=move.side is Side.BUY,
-        )
+        price = meaning.round_price(meaning.pricing.quoted * (1 + sign * ODD_LOT_MARGIN), move.side)
     return replace(
         pricing,
         price_type=PriceType.LIMIT,
         price=price,
         time_in_force=TimeInForce.ROD,
-        lot=meaning.odd_lot,
         condition=OrderCondition.CASH,
     )

@@ -27,7 +27,7 @@ from api.http import errors
 from api.http.notifications import NotificationListener, heard_within
 from api.orders.outcomes import UNANSWERED, OrderReader, failure_of
 from api.orders.placer import ParentRequest
-from api.orders.schemas import MAX_QUANTITY, OrderRequest, OrderView
+from api.orders.schemas import MAX_QUANTITY, OrderPriceRounding, OrderRequest, OrderView
 from api.positions.closer import Holdings, PositionCloser, QuietRule
 from api.positions.parts import part_ids, read_again
 from api.webhooks.meaning import stored_meaning
@@ -35,6 +35,7 @@ from api.webhooks.planning import (
     Meaning,
     Outcome,
     PlannedOrder,
+    PriceRounding,
     QuantityUnit,
     SignalAction,
     SignalPlan,
@@ -85,6 +86,8 @@ class SignalRun:
     until: float
     #: Its orders so far.
     orders: dict[str, OrderView] = field(default_factory=dict)
+    #: Orders that PostgreSQL has of it, perhaps of the process before this one.
+    written_ids: Sequence[UUID] = ()
 
     @property
     def call(self) -> WebhookCall:
@@ -114,7 +117,7 @@ class SignalRun:
             for order in self.orders.values()
             for part in getattr(order, "parts", ()) or [order]
         ]
-        return [UUID(view.id) for view in views]
+        return list(dict.fromkeys([*self.written_ids, *(UUID(view.id) for view in views)]))
 
 
 class SignalQueue:
@@ -278,8 +281,6 @@ class SignalQueue:
         A try never submits an order a second time: it finds the orders that an earlier try has
         written.
         """
-        if run.held.webhook.revoked_at is not None:
-            raise errors.WebhookUnknown("the webhook was revoked")
         pause = RETRY_INTERVAL_S
         obstacle = run.call.reason or ""
         while True:
@@ -312,6 +313,10 @@ class SignalQueue:
     async def _try(self, run: SignalRun) -> SignalPlan:
         async with self._database.session(autocommit=True) as session:
             known = await order_checks.orders_by_client_ids(session, run.call.user_id, run.names)
+        # Before anything refuses it: the record of a refused signal names its orders, too.
+        run.written_ids = [known[name].id for name in dict.fromkeys(run.names) if name in known]
+        if run.held.webhook.revoked_at is not None:
+            raise errors.WebhookUnknown("the webhook was revoked")
         plan = SignalPlan.from_json(run.call.plan) if run.call.plan is not None else None
         if plan is None and known:
             plan = _plan_of_release_before(run, known)
@@ -349,16 +354,20 @@ class SignalQueue:
     async def plan_from_position(
         self, user_id: str, account_id: str, meaning: Meaning, *, held: int | None, until: float
     ) -> SignalPlan:
-        """Plans a signal without placing anything: from the position `held`, or from what the
-        broker reports.
+        """Plans a signal and checks its orders without placing anything: from the position `held`,
+        or from what the broker reports.
 
         `until` is an instant on `time.monotonic`. Raises what a signal is refused with.
         """
         if meaning.wish.is_plain or held is not None:
-            return plan_signal(meaning, held or 0)
-        holdings = await self._positions.read_holdings(user_id, account_id, until)
-        position, condition = _held(meaning, holdings)
-        return plan_signal(meaning, position, condition=condition)
+            plan = plan_signal(meaning, held or 0)
+        else:
+            holdings = await self._positions.read_holdings(user_id, account_id, until)
+            position, condition = _held(meaning, holdings)
+            plan = plan_signal(meaning, position, condition=condition)
+        orders = _requests_of(plan.orders, meaning, account_id)
+        await self._positions.check_together(user_id, orders)
+        return plan
 
     async def _place(
         self, run: SignalRun, plan: SignalPlan, orders: Sequence[PlannedOrder]
@@ -367,21 +376,7 @@ class SignalQueue:
         broker."""
         call = run.call
         origin = "" if run.meaning.wish.is_plain else f"{run.meaning.wish.action}:{call.id}"
-        legs: list[tuple[OrderRequest, ParentRequest]] = []
-        for order in orders:
-            if order.closes and order.quantity > MAX_QUANTITY:
-                raise errors.CloseInvalid(
-                    f"one close takes at most {MAX_QUANTITY}; close it in steps"
-                )
-            body = order_request(order, run.meaning, call.account_id)
-            legs.append(
-                (
-                    body,
-                    ParentRequest(
-                        fingerprint=body.fingerprint, origin=origin, reduce_only=order.closes
-                    ),
-                )
-            )
+        legs = _requests_of(orders, run.meaning, call.account_id, origin)
 
         async def holds_lease(session: AsyncSession) -> None:
             await signals.require_lease(session, call.id, run.holder)
@@ -509,14 +504,37 @@ def _reason_of(plan: SignalPlan, run: SignalRun) -> str:
     return "; ".join(notes)
 
 
+def _requests_of(
+    orders: Sequence[PlannedOrder], meaning: Meaning, account_id: str, origin: str = ""
+) -> list[tuple[OrderRequest, ParentRequest]]:
+    """Returns the requests for planned orders. Raises `CloseInvalid` for too large a close."""
+    requests = []
+    for order in orders:
+        if order.closes and order.quantity > MAX_QUANTITY:
+            raise errors.CloseInvalid(f"one close takes at most {MAX_QUANTITY}; close it in steps")
+        body = order_request(order, meaning, account_id)
+        parent = ParentRequest(
+            fingerprint=body.fingerprint, origin=origin, reduce_only=order.closes
+        )
+        requests.append((body, parent))
+    return requests
+
+
 def order_request(order: PlannedOrder, meaning: Meaning, account_id: str) -> OrderRequest:
     """Returns the request for a planned order. It is not validated: callers may not use our ids.
 
     The duplicate check does not apply to `position`. The order is what is missing from the position
     that was read under the lane's lease, so the same order again within the window (from 0 to 1,
     then from 1 to 2) is meant.
+
+    A price that the webhook rounds, or that was made from a market signal's, is rounded once more
+    as the order is checked: by the broker's list of that moment.
     """
     pricing = order.pricing
+    is_rounded = meaning.rounding is PriceRounding.SAFE or meaning.pricing.price is None
+    rounding = OrderPriceRounding.REFUSE
+    if pricing.price is not None and is_rounded:
+        rounding = OrderPriceRounding.PASSIVE
     return OrderRequest.model_construct(
         client_order_id=order.client_order_id,
         account_id=account_id,
@@ -529,6 +547,7 @@ def order_request(order: PlannedOrder, meaning: Meaning, account_id: str) -> Ord
         lot=pricing.lot,
         condition=pricing.condition or OrderCondition.CASH,
         open_close=pricing.open_close,
+        price_rounding=rounding,
         allow_duplicate=meaning.wish.action is SignalAction.POSITION,
     )
 
@@ -551,7 +570,7 @@ def _held(meaning: Meaning, holdings: Holdings) -> tuple[int, OrderCondition | N
 
     def in_unit(position: Position) -> int:
         if meaning.unit is QuantityUnit.SHARES and lot not in ODD_LOTS:
-            return position.shares
+            return position.quantity * meaning.lot_units + position.odd_shares
         # An entry in odd shares may not open while there are lots on the other side.
         return position.held(lot) or (position.quantity if enters else 0)
 

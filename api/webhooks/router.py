@@ -19,8 +19,8 @@ from infra.database.models import BrokerAccount
 from infra.database.trading import webhooks
 from infra.database.trading.models import Webhook
 from infra.database.users import UserNotFound
-from infra.market.calendar import Market
 from worker_runtime.protocol import errors as protocol
+from worker_runtime.protocol.installed_brokers import market_of
 
 router = APIRouter(tags=["webhooks"])
 
@@ -54,7 +54,7 @@ async def create_webhook(
             made_by=UUID(call.caller.key_id),
             **_columns_of(body),
         )
-    shown = schemas.WebhookView.model_validate(row).model_dump()
+        shown = (await _view(session, row)).model_dump()
     path = call.link(f"/v1/webhooks/{token}/signals")
     return schemas.WebhookWithSecretsView(**shown, token=token, secret=secret, path=path)
 
@@ -67,10 +67,13 @@ async def list_webhooks(
     cursor: Annotated[UUID | None, Query(description="`next_cursor` of the page before.")] = None,
 ) -> schemas.WebhookList:
     """Shows revoked ones, too, the newest first."""
-    rows = await call.database.fetch(
-        webhooks.webhooks_of_user, user_id, after=cursor, limit=limit + 1
-    )
-    shown = [schemas.WebhookView.model_validate(row) for row in rows[:limit]]
+    async with call.database.session() as session:
+        rows = await webhooks.webhooks_of_user(session, user_id, after=cursor, limit=limit + 1)
+        contracts = await webhooks.accounts_of_contracts(session, user_id)
+    shown = [
+        schemas.WebhookView.of(row, counts_contracts=row.account_id in contracts)
+        for row in rows[:limit]
+    ]
     return schemas.WebhookList(
         webhooks=shown, next_cursor=shown[-1].id if len(rows) > limit else None
     )
@@ -81,10 +84,11 @@ async def revoke_webhook(
     user_id: VisibleUserId, webhook_id: UUID, call: Call
 ) -> schemas.WebhookView:
     """Takes no more signals. Its orders stay."""
-    row = await call.database.write(webhooks.revoke_webhook, user_id, webhook_id, actor=call.actor)
-    if row is None:
-        raise errors.NotFound
-    return schemas.WebhookView.model_validate(row)
+    async with call.database.session() as session:
+        row = await webhooks.revoke_webhook(session, user_id, webhook_id, actor=call.actor)
+        if row is None:
+            raise errors.NotFound
+        return await _view(session, row)
 
 
 @router.patch(
@@ -109,7 +113,12 @@ async def change_webhook(
         row = await webhooks.change_webhook(
             session, user_id, webhook_id, actor=call.actor, action="webhook.changed", **changes
         )
-    return schemas.WebhookView.model_validate(_require_in_use(row))
+        return await _view(session, _require_in_use(row))
+
+
+async def _view(session: AsyncSession, row: Webhook) -> schemas.WebhookView:
+    contracts = await webhooks.accounts_of_contracts(session, row.user_id)
+    return schemas.WebhookView.of(row, counts_contracts=row.account_id in contracts)
 
 
 def _require_in_use(row: Webhook | None) -> Webhook:
@@ -159,7 +168,7 @@ async def _set_pause(
             action="webhook.paused" if pause else "webhook.resumed",
             paused_at=await webhooks.database_time(session) if pause else None,
         )
-    return schemas.WebhookView.model_validate(_require_in_use(row))
+        return await _view(session, _require_in_use(row))
 
 
 @router.post(
@@ -176,8 +185,7 @@ async def rotate_webhook(
         row, secret = await webhooks.rotate_secret(
             session, user_id, webhook_id, overlap_s=body.overlap_s, actor=call.actor
         )
-    _require_in_use(row)
-    shown = schemas.WebhookView.model_validate(row).model_dump()
+        shown = (await _view(session, _require_in_use(row))).model_dump()
     return schemas.RotatedWebhookView(**shown, secret=secret)
 
 
@@ -192,18 +200,20 @@ def _columns_of(body: schemas.WebhookRequest | schemas.WebhookChange) -> dict[st
 async def _require_unit(
     session: AsyncSession, user_id: str, account_id: str, unit: QuantityUnit | None
 ) -> None:
-    """Raises `InvalidRequest` unless the unit is given for stocks, and for them only."""
+    """Raises `InvalidRequest` unless the unit is given for a market whose lots have several units,
+    and for such a market only. Raises `BrokerNotInstalled`."""
     account = await session.get(BrokerAccount, (user_id, account_id))
-    futures = account is not None and account.broker_type == Market.FUTURES
-    if futures and unit is not None:
+    if account is None:
+        return
+    _, market = market_of(account.broker, account.broker_type)
+    if market.lot_units == 1 and unit is not None:
         raise errors.InvalidRequest(
-            "this account trades futures, which count contracts: leave quantity_unit out"
+            f"{market.title} counts contracts, or single units: leave quantity_unit out"
         )
-    if not futures and unit is None:
+    if market.lot_units > 1 and unit is None:
         raise errors.InvalidRequest(
-            'say what a quantity of stocks counts: "quantity_unit": "shares", which '
-            "TradingView sends, or"
-            ' "lots" of 1,000 shares'
+            'say what a quantity counts: "quantity_unit": "shares", which TradingView sends, or'
+            f' "lots" of {market.lot_units:,} shares'
         )
 
 

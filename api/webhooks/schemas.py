@@ -15,10 +15,12 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    ValidationError,
     field_validator,
     model_validator,
 )
 
+from api.http.errors import InvalidRequest
 from api.http.fields import AccountId, Body, PlainText, View, plain_price, with_examples
 from api.http.problems import refusing_invalid
 from api.orders.schemas import Lot, OpenCloseType, OrderView, special_terms
@@ -47,8 +49,8 @@ def _network(text: str) -> str:
 
 
 _UNIT = (
-    "What a signal's quantity counts, for stocks: `shares` or `lots` of 1,000. Futures "
-    "count contracts."
+    "What a signal's quantity counts where a lot has several units, as of stocks: `shares` or "
+    "`lots`. Futures count contracts."
 )
 _ODD = (
     "Shares beyond full lots: `split` orders them as an odd lot, `refuse` refuses the signal, "
@@ -86,7 +88,8 @@ class WebhookRequest(Body):
 
     account_id: AccountId
     quantity_unit: StockUnit | None = Field(
-        default=None, description=f"{_UNIT} Required unless the account trades futures only."
+        default=None,
+        description=f"{_UNIT} Required unless a lot of the account's market is one unit.",
     )
     odd: OddLots = Field(default=OddLots.REFUSE, description=_ODD)
     entry_mode: EntryMode = Field(default=EntryMode.OPEN, description=_MODE)
@@ -150,6 +153,11 @@ class WebhookView(View):
         default=None,
         description=f"{_UNIT} Null of stocks: nobody has confirmed it, and quantities count lots.",
     )
+    unit: QuantityUnit | None = Field(
+        default=None,
+        description="What a quantity counts: `quantity_unit`, or `contracts` where a lot of the "
+        "account's market is one unit. Null: nobody has confirmed the unit.",
+    )
     odd: OddLots = OddLots.REFUSE
     entry_mode: EntryMode = EntryMode.OPEN
     price_rounding: PriceRounding = PriceRounding.SAFE
@@ -165,6 +173,12 @@ class WebhookView(View):
         default=None, description="The API key that made it, where that is known."
     )
     revoked_at: datetime | None
+
+    @classmethod
+    def of(cls, webhook: Webhook, *, counts_contracts: bool) -> Self:
+        view = cls.model_validate(webhook)
+        unit = QuantityUnit.CONTRACTS if counts_contracts else view.quantity_unit
+        return view.model_copy(update={"unit": unit})
 
 
 class WebhookWithSecretsView(WebhookView):
@@ -204,7 +218,11 @@ class RotatedWebhookView(WebhookView):
 _OPENS = frozenset(
     {SignalAction.BUY, SignalAction.SELL, SignalAction.LONG_ENTRY, SignalAction.SHORT_ENTRY}
 )
-_PLACEHOLDER = re.compile(r"\{\{\s*([A-Za-z0-9_.\"() ]{1,60}?)\s*\}\}")
+_PLACEHOLDER = re.compile(r"\{\{\s*([^{}]{1,100}?)\s*\}\}")
+#: In a text that is no JSON: with a colon it may be an object in double braces, which has a secret.
+_RAW_PLACEHOLDER = re.compile(r"\{\{\s*([^{}:]{1,100}?)\s*\}\}")
+#: One that is a whole value, without quotes or with quotes of its own (`plot("RSI")`).
+_PLACEHOLDER_VALUE = re.compile(r'(:\s*)"?(\{\{[^{}:]{1,100}\}\})"?(?=\s*[,}])')
 _NUMBER = re.compile(r"[+-]?\d{1,12}(?:\.\d{0,12})?")
 
 
@@ -255,6 +273,13 @@ def _whole(value: object) -> object:
     if isinstance(value, float):
         raise ValueError("it is not whole: the exchange trades whole shares, lots and contracts")
     return value
+
+
+def _unfilled(place: str, placeholder: str) -> str:
+    return (
+        f"{place} still has the placeholder {{{{{placeholder}}}}}, which TradingView did not fill "
+        "in: strategy placeholders work in alerts of strategies only, and they are case-sensitive"
+    )
 
 
 def _number_text(value: object) -> str | None:
@@ -364,11 +389,7 @@ class Signal(BaseModel):
         ]
         if unfilled:
             name, placeholder = unfilled[0]
-            raise ValueError(
-                f"{name} still has the placeholder {{{{{placeholder}}}}}, which TradingView did "
-                "not fill in: strategy placeholders work in alerts of strategies only, and they "
-                "are case-sensitive"
-            )
+            raise ValueError(_unfilled(name, placeholder))
         return words
 
     @model_validator(mode="after")
@@ -503,7 +524,29 @@ class SignalOutcome(View):
 
 @refusing_invalid("body")
 def parse_signal(body: bytes) -> Signal:
-    return Signal.model_validate_json(body)
+    """Return the signal of a call's text. Raises `InvalidRequest`.
+
+    A placeholder that was not filled in is read as if it stood in quotes, so that it is named with
+    its field, or ignored where its value is for information only.
+    """
+    try:
+        return Signal.model_validate_json(body)
+    except ValidationError as error:
+        text = body.decode("utf-8", "replace")
+        placeholder = _RAW_PLACEHOLDER.search(text)
+        if placeholder is None or not _is_no_json(error):
+            raise
+    quoted = _PLACEHOLDER_VALUE.sub(lambda match: match[1] + json.dumps(match[2]), text)
+    try:
+        return Signal.model_validate_json(quoted)
+    except ValidationError as error:
+        if not _is_no_json(error):
+            raise
+    raise InvalidRequest(_unfilled("the message", placeholder[1]))
+
+
+def _is_no_json(error: ValidationError) -> bool:
+    return error.errors(include_input=False)[0]["type"] == "json_invalid"
 
 
 @refusing_invalid("body")

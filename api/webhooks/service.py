@@ -8,6 +8,7 @@ process (`SignalQueue`).
 
 import asyncio
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -25,22 +26,24 @@ from api.orders.outcomes import UNANSWERED, OrderReader
 from api.orders.schemas import OrderView
 from api.positions.parts import part_ids
 from api.webhooks import schemas
-from api.webhooks.meaning import ReceivedSignal, interpret
+from api.webhooks.meaning import ReceivedSignal, SignalInterpreter
 from api.webhooks.planning import QuantityUnit
 from api.webhooks.queue import SignalQueue, stored_error
 from api.webhooks.schemas import Signal, SignalOutcome
 from infra.database.engine import Database
 from infra.database.orders import checks as order_checks
-from infra.database.trading import signals, symbol_names, webhooks
+from infra.database.trading import signals, webhooks
 from infra.database.trading.models import Webhook, WebhookCall
 from infra.database.trading.signals import Lane
-from infra.market.calendar import Calendar
 from infra.networks import is_within, parse_network
 from infra.settings import Settings
 from worker_runtime.protocol.errors import BerthError
 
 #: Bytes; a signal of TradingView has 300 or so, and at most 4,096 characters.
 MAX_BODY_BYTES = 16 * 1024
+#: Seconds past the wait for a signal's end within which its answer is made: TradingView gives up
+#: 3 s after it has sent a signal, and the wait is 2 s.
+ANSWER_MARGIN_S = 0.5
 #: Seconds between two rounds of the queue's keeper.
 KEEPER_INTERVAL_S = 2.0
 #: Signals that one round takes over from the release before.
@@ -66,7 +69,7 @@ class SignalReceiver:
     limits: RequestLimits
     queue: SignalQueue
     reader: OrderReader
-    calendar: Calendar
+    interpreter: SignalInterpreter
     settings: Settings
     _: KW_ONLY
     #: Raises `DatabaseUnavailable` until the tables are there.
@@ -97,11 +100,11 @@ class SignalReceiver:
             earlier = await self._find_before(webhook, signal, digest)
             received = None
             if earlier is None:
-                _require_open(webhook)
+                require_open(webhook)
                 self._require_time(signal, webhook)
-                received = await self._interpret(signal, webhook)
+                received = await self.interpreter.interpret(signal, webhook, datetime.now(UTC))
         except BerthError as error:
-            await self._note_refusal(webhook, error, source, body, signal)
+            await self._note_refusal(webhook, error, source, body, signal, began)
             raise
         if isinstance(earlier, AnsweredSignal):
             return earlier
@@ -147,10 +150,6 @@ class SignalReceiver:
         if webhook is None:
             raise errors.WebhookUnknown
         return webhook
-
-    async def _interpret(self, signal: Signal, webhook: Webhook) -> ReceivedSignal:
-        names = await self.database.fetch(symbol_names.load_names)
-        return interpret(signal, webhook, names, self.calendar, datetime.now(UTC))
 
     async def _find_before(
         self, webhook: Webhook, signal: Signal, digest: str
@@ -199,27 +198,36 @@ class SignalReceiver:
     async def _answer(
         self, call: WebhookCall, signal: Signal, *, new: bool, began: float
     ) -> AnsweredSignal:
-        """Returns the outcome, or how far the signal is when the wait ends; it continues alone."""
+        """Returns the outcome, or how far the signal is when the wait ends; it continues alone.
+
+        The answer is in time also while a server stands still: then it has no orders.
+        """
+        wait_until = began + self.settings.webhook_wait
         if call.completed_at is None:
             self.queue.work(signals.lane_of(call))
-            await self.queue.wait(
-                call.id, max(0.0, self.settings.webhook_wait - (time.monotonic() - began))
-            )
+            await self.queue.wait(call.id, max(0.0, wait_until - time.monotonic()))
+        legs: list[OrderView] | None = None
         try:
-            async with self.database.session() as session:
-                call = await signals.note_answer(session, call.id) or call
-            legs = await self._legs(call, signal)
+            remaining_s = max(0.0, wait_until - time.monotonic())
+            async with asyncio.timeout(remaining_s + ANSWER_MARGIN_S):
+                async with self.database.session() as session:
+                    call = await signals.note_answer(session, call.id) or call
+                legs = await self._legs(call, signal)
+        except TimeoutError:
+            self._log.warning("signal_answered_without_orders", signal=call.id)
         except (BerthError, RedisError):
             if call.completed_at is not None:
                 raise
-            legs = []  # it is stored, and continues
+            # It is stored, and continues.
         if call.state == signals.REFUSED:
             error = stored_error(call)
-            if signal.plain and len(legs) == 1:
+            if signal.plain and legs and len(legs) == 1:
                 raise ProblemError(error, order=legs[0])
-            raise ProblemError(error, legs=legs)
-        complete = call.completed_at is not None
-        return self._answered(signal, call.digest or "", call, legs, complete=complete, new=new)
+            raise ProblemError(error, legs=legs or [])
+        complete = call.completed_at is not None and legs is not None
+        return self._answered(
+            signal, call.digest or "", call, legs or [], complete=complete, new=new
+        )
 
     async def _legs(self, call: WebhookCall, signal: Signal) -> list[OrderView]:
         ids = call.order_ids
@@ -260,7 +268,13 @@ class SignalReceiver:
         return AnsweredSignal(view, settled, new)
 
     async def _note_refusal(
-        self, webhook: Webhook, error: BerthError, source: str, body: bytes, signal: Signal | None
+        self,
+        webhook: Webhook,
+        error: BerthError,
+        source: str,
+        body: bytes,
+        signal: Signal | None,
+        began: float,
     ) -> None:
         """Records a call that is no signal, unless there are too many."""
         self._log.warning(
@@ -270,9 +284,16 @@ class SignalReceiver:
             return
         if signal is None:
             # In a count of their own: a stranger with the token cannot use up the owner's calls.
-            self._count(webhook, "refused")
+            self._count(webhook, "refused" if error.code in signals.STRANGERS_OUTCOMES else "")
         async with self.database.session() as session:
-            await signals.add_refusal(session, webhook, error, source=source, body=shown_body(body))
+            await signals.add_refusal(
+                session,
+                webhook,
+                error,
+                source=source,
+                body=shown_body(body),
+                answered_ms=math.ceil((time.monotonic() - began) * 1000),
+            )
 
     async def _take_over_delivery(self) -> bool:
         """Takes over a signal that the release before has accepted. Returns False if none waits."""
@@ -281,13 +302,14 @@ class SignalReceiver:
             if delivery is None:
                 return False
             try:
-                names = await symbol_names.load_names(session)
                 signal = schemas.stored_signal(delivery.signal or {})
-                received = interpret(
-                    signal, delivery.webhook, names, self.calendar, datetime.now(UTC)
+                received = await self.interpreter.interpret(
+                    signal, delivery.webhook, datetime.now(UTC)
                 )
             except BerthError as error:
-                await signals.add_refusal(session, delivery.webhook, error, source="", body=None)
+                await signals.add_refusal(
+                    session, delivery.webhook, error, source="", body=None, answered_ms=None
+                )
                 self._log.warning(
                     "signal_unreadable", webhook=str(delivery.webhook.id), code=error.code
                 )
@@ -348,8 +370,10 @@ def shown_body(body: bytes) -> str:
     return _SECRET_LIKE.sub("…", text).replace("\0", "")[: signals.MAX_TEXT_LENGTH]
 
 
-def _require_open(webhook: Webhook) -> None:
-    """Raises `WebhookPaused` or `WebhookExpired`."""
+def require_open(webhook: Webhook) -> None:
+    """Raises `WebhookUnknown` for a revoked webhook, `WebhookExpired`, `WebhookPaused`."""
+    if webhook.revoked_at is not None:
+        raise errors.WebhookUnknown("the webhook was revoked: make another one")
     if webhook.expires_at is not None and webhook.expires_at <= datetime.now(UTC):
         raise errors.WebhookExpired(
             f"this webhook expired at {webhook.expires_at:%Y-%m-%d %H:%M} UTC"
@@ -358,12 +382,24 @@ def _require_open(webhook: Webhook) -> None:
         raise errors.WebhookPaused
 
 
+#: What a text gives as its secret, also one that is no JSON.
+_GIVEN_SECRET = re.compile(rb"(?i)secret[\"']?\s*[:=]\s*[\"']?([A-Za-z0-9_-]{1,256})")
+
+
 def _checked_signal(webhook: Webhook, source: str, body: bytes) -> Signal:
     """Returns the signal if it comes from one of the webhook's sources and has its secret (256
-    bits, which nobody guesses). Raises `SourceNotAllowed`, `BodyTooLarge`, `InvalidRequest`,
-    `WebhookSecretWrong`."""
+    bits, which nobody guesses).
+
+    Nothing else of a call is looked at before the secret: what it says otherwise is its owner's.
+    Raises `SourceNotAllowed`, `WebhookSecretWrong`, `BodyTooLarge`, `InvalidRequest`.
+    """
     if webhook.sources and not is_within(source, map(parse_network, webhook.sources)):
         raise errors.SourceNotAllowed
+    given = {secret.decode() for secret in _GIVEN_SECRET.findall(body)}
+    if not any(webhooks.has_secret(webhook, secret) for secret in given):
+        if given:
+            raise errors.WebhookSecretWrong
+        raise errors.WebhookSecretWrong('the body has no secret: send "secret": "…" with it')
     if len(body) > MAX_BODY_BYTES:
         raise errors.BodyTooLarge(f"a signal has at most {MAX_BODY_BYTES} bytes")
     signal = schemas.parse_signal(body)

@@ -70,7 +70,8 @@ def list_webhooks(api: OperatorApi, user: OfUser, limit: Limit = 1000) -> Comman
     """List a user's webhooks, the newest first, revoked ones too."""
     rows, has_more = api.rows("users", user, "webhooks", name="webhooks", limit=limit)
     for row in rows:
-        row["unit"] = row["quantity_unit"] or "unconfirmed"
+        # An API of the release before tells no unit.
+        row["unit"] = row.get("unit") or row["quantity_unit"] or "unconfirmed"
     columns = (
         "id, account: account_id, unit, odd, entries: entry_mode, sources, window (s): window_s"
     )

@@ -117,7 +117,7 @@ async def _webhooks(settings: Settings) -> None:
         count = await database.fetch(webhooks.count_unconfirmed)
     if count:
         raise UnitUnconfirmed(
-            f"{count} webhooks for stocks count lots, and nobody has confirmed that; TradingView "
+            f"{count} webhooks count lots, and nobody has confirmed that; TradingView "
             "sends shares: `berth webhooks list USER`, then `berth webhooks change USER ID "
             "--quantity-unit shares` or lots"
         )

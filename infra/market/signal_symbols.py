@@ -1,25 +1,32 @@
-"""Translates the symbols that charting programs write into those of the home markets.
+"""Translates the symbols that charting programs write into those of an account's broker.
 
 TradingView names a symbol by `{{ticker}}`, or with its exchange by `{{exchange}}:{{ticker}}`;
 delayed data has `_DL` or `_DLY` behind the exchange
 (https://www.tradingview.com/support/solutions/43000531021/). Continuous futures are the product
-with `1!` for the front month and `2!` for the one after it; a single contract is the product, the
-international letter of its month and the year (`TXFZ2026`). Exchanges, endings and the form of a
-contract's code come from the record of the home broker (`charts` and `contracts` of its markets).
+with `1!` for the contract that ends first and `2!` for the one after it; a single contract is the
+product, the international letter of its month and the year (`TXFZ2026`). Exchanges, endings and the
+form of a contract's code come from the broker's record (`charts` and `contracts` of its markets).
 """
 
 import re
-from collections.abc import Iterator, Mapping
-from datetime import date, datetime, timedelta
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import date, datetime, time, timedelta
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from functools import cache
 from typing import NamedTuple
 
-from infra.market.calendar import Calendar, home_broker, zone_of_market
-from worker_runtime.protocol.broker_record import ContractCodes, FinalSettlement, MarketRule
-from worker_runtime.protocol.contract_codes import product_of
+from infra.market.calendar import Calendar, Hours, home_broker, zone_of_market
+from worker_runtime.protocol.broker_record import (
+    ContractCodes,
+    FinalSettlement,
+    MarketRule,
+    TickStep,
+)
+from worker_runtime.protocol.contract_codes import read_contract
 from worker_runtime.protocol.errors import UnknownSymbol
-from worker_runtime.protocol.order_terms import ODD_LOTS
+from worker_runtime.protocol.installed_brokers import installed_brokers
+from worker_runtime.protocol.instruments import PriceStep
 
 _DELAYED = re.compile(r"_DLY?$")
 _SYMBOL = re.compile(r"[A-Z0-9][A-Z0-9./_-]{0,31}")
@@ -27,9 +34,8 @@ _INTERNATIONAL_MONTHS = "FGHJKMNQUVXZ"
 
 
 class DatedMarket(NamedTuple):
-    """A home market whose contracts end on known days."""
+    """A market whose contracts end on known days."""
 
-    name: str
     rule: MarketRule
     codes: ContractCodes
     settlement: FinalSettlement
@@ -38,56 +44,119 @@ class DatedMarket(NamedTuple):
     dated: re.Pattern[str]
 
 
-def is_share(symbol: str) -> bool:
-    """Return True for what trades in a market with odd lots: shares and funds."""
-    market = next((rule for rule in _home_markets() if rule.symbol_rule(symbol)), None)
-    return market is not None and not ODD_LOTS.isdisjoint(market.lots)
+def market_of_symbol(symbol: str, markets: Mapping[str, MarketRule], own: MarketRule) -> MarketRule:
+    """Return the market of a symbol: the account's own one, unless the symbol has the form of
+    another of the broker's markets only."""
+    rules = (own, *markets.values())
+    return next((rule for rule in rules if rule.symbol_rule(symbol)), own)
 
 
 def lane_of(symbol: str) -> str:
-    """Return the name of a signal's lane: a share, or the product of a contract.
+    """Return the name of a signal's lane: a share, an option, or the product of a future.
 
-    A rolling code (`TXFR1`) may stand for any contract of its product.
+    A rolling code (`TXFR1`) may stand for any future of its product.
     """
-    return product_of(symbol)
+    contract = read_contract(symbol)
+    return contract.product if contract is not None and contract.is_future else symbol
 
 
-def resolve_symbol(name: str, names: Mapping[str, str], calendar: Calendar, at: datetime) -> str:
-    """Return the symbol that a signal's text means at this time.
+def resolve_symbol(
+    name: str,
+    names: Mapping[str, str],
+    calendar: Calendar,
+    at: datetime,
+    markets: Mapping[str, MarketRule] | None = None,
+) -> str:
+    """Return the symbol that a signal's text means at this time, without a list of contracts.
+    Raises `UnknownSymbol`; see `read_symbol`."""
+    meant = read_symbol(name, names, markets)
+    return meant if isinstance(meant, str) else meant.find_contract(calendar, at, {})
+
+
+def read_symbol(
+    name: str, names: Mapping[str, str], markets: Mapping[str, MarketRule] | None = None
+) -> "str | ContinuousFuture":
+    """Return the symbol that a signal's text names, or the continuous future.
 
     `names` are those that operators gave; they may point to any text that is understood without
-    them. Raises `UnknownSymbol`.
+    them. `markets` are those of the account's broker; None: the home markets. Raises
+    `UnknownSymbol`.
     """
+    rules = _home_markets() if markets is None else tuple(markets.values())
     text = name.strip().upper()
     text = names.get(text, text).upper()
     exchange, colon, rest = text.rpartition(":")
     if colon:
         exchange = _DELAYED.sub("", exchange)
         text = names.get(rest, rest).upper()
-        known = [name for rule in _home_markets() for name in rule.charts.exchanges]
+        known = [name for rule in rules for name in rule.charts.exchanges]
         if exchange not in known:
             raise UnknownSymbol(
                 f"there is no exchange {exchange[:20]}; known are {', '.join(known) or 'none'}, "
                 "and an operator can give the whole name a meaning (berth symbols set)"
             )
-    for suffix in (suffix for rule in _home_markets() for suffix in rule.charts.suffixes):
+    for suffix in (suffix for rule in rules for suffix in rule.charts.suffixes):
         if text.endswith(suffix):
             text = text.removesuffix(suffix)
             break
-    for market in _dated_markets():
+    for market in _dated_markets(rules):
         if (continuous := market.continuous.fullmatch(text)) is not None:
-            return _front_contract(
-                market, continuous[1], calendar, at, months_later=int(continuous[2]) - 1
-            )
+            return ContinuousFuture(market, continuous[1], int(continuous[2]) - 1)
         if (dated := market.dated.fullmatch(text)) is not None:
             month = _INTERNATIONAL_MONTHS.index(dated[2])
             return _contract(market.codes, dated[1], int(dated[3]), month)
     if _SYMBOL.fullmatch(text) is None:
+        examples = [name for rule in rules for name in rule.charts.examples or [rule.check_symbol]]
+        shown = ", ".join(filter(None, examples)) or "those of the broker"
         raise UnknownSymbol(
-            f"{text[:64]!r} is no symbol: send one such as {', '.join(chart_examples())}, or ask an"
-            " operator to give it a meaning (berth symbols set)"
+            f"{text[:64]!r} is no symbol: send one such as {shown}, or ask an operator to give it "
+            "a meaning (berth symbols set)"
         )
     return text
+
+
+def require_readable(name: str) -> None:
+    """Raises `UnknownSymbol` for a text that no installed broker's signals may have as a symbol."""
+    for plugin in installed_brokers().values():
+        with suppress(UnknownSymbol):
+            read_symbol(name, {}, plugin.record.markets)
+            return
+    read_symbol(name, {})
+
+
+class ContinuousFuture(NamedTuple):
+    """The contract of a product that ends first, or one that ends later."""
+
+    market: DatedMarket
+    product: str
+    #: How many contracts of the product end before it.
+    later: int
+
+    def find_contract(self, calendar: Calendar, at: datetime, listed: Mapping[str, date]) -> str:
+        """Return the code of the contract at this time.
+
+        `listed` are the product's contracts with their last days, as the broker lists them; empty:
+        there is no list, and the record's rule decides. Raises `UnknownSymbol`.
+        """
+        market, rule = self.market, self.market.settlement
+        is_known = not rule.products or re.fullmatch(rule.products, self.product) is not None
+        if not listed and is_known:
+            return _front_contract(market, self.product, calendar, at, self.later)
+        closes = rule.closes if is_known else market.rule.day.closes
+        local = at.astimezone(zone_of_market(market.rule.zone))
+        running = [
+            code
+            for last_day, code in sorted((day, code) for code, day in listed.items())
+            if local < _close_of(market, last_day, closes, calendar)
+        ]
+        if self.later < len(running):
+            return running[self.later]
+        example = _contract(market.codes, self.product, local.year, local.month - 1)
+        reason = "lists no such contract" if listed else "has no list of its contracts here"
+        raise UnknownSymbol(
+            f"{self.product}{self.later + 1}! is not known: the broker {reason}. Name one, such as "
+            f"{example}"
+        )
 
 
 def chart_examples() -> list[str]:
@@ -101,7 +170,9 @@ def front_contract(product: str, calendar: Calendar, at: datetime, months_later:
     The front month is the one that ends first, until the close of its final settlement day.
     """
     market = next(
-        market for market in _dated_markets() if re.fullmatch(market.codes.product, product)
+        market
+        for market in _dated_markets(_home_markets())
+        if re.fullmatch(market.codes.product, product)
     )
     return _front_contract(market, product, calendar, at, months_later)
 
@@ -112,7 +183,7 @@ def last_trade(year: int, month: int, calendar: Calendar) -> datetime:
 
     On a day with other hours, the exchange's close of that day holds if it is earlier.
     """
-    return _last_trade(next(_dated_markets()), year, month, calendar)
+    return _last_trade(_dated_markets(_home_markets())[0], year, month, calendar)
 
 
 def _front_contract(
@@ -136,33 +207,40 @@ def _last_trade(market: DatedMarket, year: int, month: int, calendar: Calendar) 
     day = first + timedelta(
         days=(settlement.weekday - first.weekday()) % 7 + 7 * (settlement.week - 1)
     )
-    while not calendar.trades_on(day) and (day - first).days < 60:
+    return _close_of(market, day, settlement.closes, calendar)
+
+
+def _close_of(market: DatedMarket, last_day: date, closes: time, calendar: Calendar) -> datetime:
+    """Returns when contracts with this last day end: on the next day with trading, if it has
+    none, and earlier than `closes` on a day with other hours."""
+    day = last_day
+    while not calendar.trades_on(day) and (day - last_day).days < 60:
         day += timedelta(days=1)
-    hours = calendar.changed.get(day) or calendar.day_hours(market.name)
-    closes = min(hours.closes, settlement.closes)
-    return datetime.combine(day, closes, zone_of_market(market.rule.zone))
+    usual = market.rule.day
+    hours = calendar.changed.get(day) or Hours(usual.opens, usual.closes)
+    return datetime.combine(day, min(hours.closes, closes), zone_of_market(market.rule.zone))
 
 
-def _home_markets() -> list[MarketRule]:
-    return list(home_broker().record.markets.values())
+def _home_markets() -> tuple[MarketRule, ...]:
+    return tuple(home_broker().record.markets.values())
 
 
-def _dated_markets() -> Iterator[DatedMarket]:
-    return iter(_read_dated_markets())
+def _dated_markets(rules: Sequence[MarketRule]) -> list[DatedMarket]:
+    markets = []
+    for rule in rules:
+        codes = rule.contracts
+        if codes is not None and codes.months and codes.final_settlement is not None:
+            continuous, dated = _chart_patterns(codes.product)
+            markets.append(DatedMarket(rule, codes, codes.final_settlement, continuous, dated))
+    return markets
 
 
 @cache
-def _read_dated_markets() -> tuple[DatedMarket, ...]:
-    markets = []
-    for name, rule in home_broker().record.markets.items():
-        codes = rule.contracts
-        if codes is not None and codes.months and codes.final_settlement is not None:
-            continuous = re.compile(f"({codes.product})([12])!")
-            dated = re.compile(f"({codes.product})([{_INTERNATIONAL_MONTHS}])(20\\d\\d)")
-            markets.append(
-                DatedMarket(name, rule, codes, codes.final_settlement, continuous, dated)
-            )
-    return tuple(markets)
+def _chart_patterns(product: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    return (
+        re.compile(f"({product})([12])!"),
+        re.compile(f"({product})([{_INTERNATIONAL_MONTHS}])(20\\d\\d)"),
+    )
 
 
 def tick_of(symbol: str, price: Decimal) -> Decimal | None:
@@ -174,12 +252,23 @@ def tick_of(symbol: str, price: Decimal) -> Decimal | None:
     )
 
 
-def round_to_tick(symbol: str, price: Decimal, *, buys: bool) -> Decimal:
+def round_to_tick(
+    symbol: str,
+    price: Decimal,
+    *,
+    buys: bool,
+    ticks: Sequence[TickStep | PriceStep] | None = None,
+) -> Decimal:
     """Return a price that the exchange takes and that is no worse for the caller.
 
-    It is lower for a buy and higher for a sale. Without a known tick it has four decimal places.
+    It is lower for a buy and higher for a sale. `ticks` are those of the symbol; None: those that
+    the home markets have for its form. Without a known tick it has four decimal places.
     """
-    tick = tick_of(symbol, price) or Decimal("0.0001")
+    if ticks is None:
+        tick = tick_of(symbol, price)
+    else:
+        tick = next((s.tick for s in ticks if s.below is None or price < s.below), None)
+    tick = tick or Decimal("0.0001")
     steps = (price / tick).to_integral_value(ROUND_FLOOR if buys else ROUND_CEILING)
     rounded = (steps * tick).normalize()
     return rounded if rounded > 0 else tick

@@ -13,9 +13,12 @@ from api.webhooks.planning import (
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "receive-signals.md"
 
 
-def rows() -> list[tuple[str, ...]]:
-    """Returns the cells of each row: position before, signal, mode, orders, position after."""
-    part = PAGE.read_text(encoding="utf-8").partition("| position before |")[2].partition("\n\n")[0]
+def rows(first_column: str = "position before") -> list[tuple[str, ...]]:
+    """Returns the cells of each row: position before, signal, mode, orders, position after.
+
+    The table with `first_column` "shares before" is of webhooks that round down; it has no mode.
+    """
+    part = PAGE.read_text(encoding="utf-8").partition(f"| {first_column} |")[2].partition("\n\n")[0]
     lines = part.strip().splitlines()[2:]
     return [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines]
 

@@ -134,7 +134,7 @@ class SymbolRule(RecordPart, frozen=True, kw_only=True):
 
 class FinalSettlement(RecordPart, frozen=True, kw_only=True):
     """The last day of a contract month: a weekday of a week of the month, or the next trading
-    day."""
+    day. The products have a contract for each month."""
 
     #: 0: Monday.
     weekday: Annotated[int, msgspec.Meta(ge=0, le=6)]
@@ -142,6 +142,8 @@ class FinalSettlement(RecordPart, frozen=True, kw_only=True):
     week: Annotated[int, msgspec.Meta(ge=1, le=4)]
     #: Until when the contracts trade on that day.
     closes: time
+    #: A pattern of the products that end so; '': all.
+    products: str = ""
 
 
 class ContractCodes(RecordPart, frozen=True, kw_only=True):
@@ -211,6 +213,12 @@ class MarketRule(RecordPart, frozen=True, kw_only=True):
                 rule.open_close,
             )
         )
+
+    @property
+    def lot_units(self) -> int:
+        """Units in a common lot; 1 where the market has none."""
+        common = self.lots.get(OrderLot.COMMON)
+        return 1 if common is None else common.units
 
     @cached_property
     def _symbols(self) -> list[tuple[re.Pattern[str], SymbolRule]]:
@@ -556,6 +564,15 @@ def _check_contracts(name: str, contracts: ContractCodes) -> None:
             raise ValueError(
                 f"markets.{name}.contracts.{field}: {pattern!r} has a group; write (?:…)"
             )
+    settlement = contracts.final_settlement
+    if settlement is not None:
+        try:
+            re.compile(settlement.products)
+        except re.error as error:
+            raise ValueError(
+                f"markets.{name}.contracts.final_settlement.products: {settlement.products!r} is"
+                f" no pattern: {error}"
+            ) from None
     if contracts.months and (len(contracts.months) != 12 or contracts.final_settlement is None):
         raise ValueError(
             f"markets.{name}.contracts: months has twelve characters, and needs final_settlement"

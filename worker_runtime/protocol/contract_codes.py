@@ -19,6 +19,8 @@ class Contract(NamedTuple):
 
     product: str
     is_rolling: bool
+    #: False: the code says more than product and month, as an option's does.
+    is_future: bool = True
 
 
 class CodeRule:
@@ -29,11 +31,16 @@ class CodeRule:
         # A pattern that matches nothing, where the market has no rolling codes.
         self._rolling = codes.rolling or "(?!)"
         self._form = re.compile(f"({codes.product})(?:({self._rolling})|{codes.dated})")
+        month = f"[{codes.months}]\\d{{{codes.year_digits}}}" if codes.months else codes.dated
+        self._future = re.compile(f"(?:{codes.product})(?:{self._rolling}|{month})")
 
     def read(self, symbol: str) -> Contract | None:
         """Return the product of a contract; None if the symbol is none of this market."""
         match = self._form.fullmatch(symbol)
-        return None if match is None else Contract(match[1], match[2] is not None)
+        if match is None:
+            return None
+        is_future = self._future.fullmatch(symbol) is not None
+        return Contract(match[1], match[2] is not None, is_future)
 
     def pattern_of_same(self, symbol: str) -> str | None:
         """Return a pattern of all other symbols that may name the same contract, for Python and
@@ -75,6 +82,17 @@ def is_rolling(symbol: str) -> bool:
     """Return True if only the broker knows which contract the symbol stands for."""
     contract = read_contract(symbol)
     return contract is not None and contract.is_rolling
+
+
+def is_single_future(symbol: str, product: str) -> bool:
+    """Return True for a future of the product that ends on one day."""
+    contract = read_contract(symbol)
+    return (
+        contract is not None
+        and contract.product == product
+        and contract.is_future
+        and not contract.is_rolling
+    )
 
 
 def same_contract_pattern(symbol: str) -> str | None:

@@ -3,7 +3,7 @@
 Not here: how a list is loaded and switched to (`instrument_loads.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from typing import Any, NamedTuple
@@ -61,6 +61,23 @@ async def find_instrument(session: AsyncSession, broker: str, code: str) -> Inst
     """
     row = await session.get(InstrumentRow, (broker, code))
     return as_instrument(row) if row is not None and row.listed else None
+
+
+async def find_futures(
+    session: AsyncSession, broker: str, markets: Collection[str], product: str
+) -> Mapping[str, date]:
+    """Return the futures in a broker's markets whose codes begin with a product, and their last
+    days."""
+    row = InstrumentRow
+    futures = select(row.code, row.expires_on).where(
+        row.broker == broker,
+        row.market.in_(markets),
+        row.code.startswith(product, autoescape=True),
+        row.listed,
+        row.kind == InstrumentKind.FUTURE.value,
+        row.expires_on.is_not(None),
+    )
+    return {code: last_day for code, last_day in await session.execute(futures) if last_day}
 
 
 async def find_row(session: AsyncSession, broker: str, code: str) -> InstrumentRow | None:

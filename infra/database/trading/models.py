@@ -237,7 +237,7 @@ class WebhookCall(Base):
     #: (`planning.SignalPlan`).
     settings: Mapped[dict[str, Any] | None]
     plan: Mapped[dict[str, Any] | None]
-    #: What it waits in line for: the symbol of a stock, the product of a future.
+    #: What it waits in line for: the symbol of a stock or an option, the product of a future.
     lane: Mapped[str | None] = mapped_column(String(32))
     state: Mapped[str] = mapped_column(String(16))
     #: It is not begun after this time, which counts from its receipt.

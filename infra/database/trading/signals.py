@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Select, and_, delete, func, or_, select, update
+from sqlalchemy import Select, and_, delete, func, not_, or_, select, update
 from sqlalchemy.dialects.postgresql import distinct_on, insert
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import aliased
@@ -23,8 +23,12 @@ from worker_runtime.protocol.errors import BerthError, from_code
 
 #: Characters of a call's text, and of a reason.
 MAX_TEXT_LENGTH, MAX_REASON_LENGTH = 2000, 500
-#: Calls of a webhook that were refused before they became signals, and that are kept.
+#: Calls of a webhook that were refused before they became signals, and that are kept: so many of
+#: strangers, and as many others.
 MAX_KEPT_REFUSALS = 200
+#: Outcomes of strangers' calls, which had no secret of the webhook or came from elsewhere. An owner
+#: cannot do anything about them, and anyone who has found the address can make any number of them.
+STRANGERS_OUTCOMES = ("WEBHOOK_SECRET_WRONG", "SOURCE_NOT_ALLOWED")
 #: What the release before answers to a repeat
 #: of a signal that this one carries out: try again later.
 BARRED = "WEBHOOK_BUSY: a newer release carries this signal out"
@@ -169,10 +173,16 @@ async def note_answer(session: AsyncSession, call_id: int) -> WebhookCall | None
 
 
 async def add_refusal(
-    session: AsyncSession, webhook: Webhook, error: BerthError, *, source: str, body: str | None
+    session: AsyncSession,
+    webhook: Webhook,
+    error: BerthError,
+    *,
+    source: str,
+    body: str | None,
+    answered_ms: int | None,
 ) -> None:
     """Records a call that became no signal,
-    and forgets the oldest of them beyond `MAX_KEPT_REFUSALS`."""
+    and forgets the oldest of its kind beyond `MAX_KEPT_REFUSALS`."""
     now = func.clock_timestamp()
     session.add(
         WebhookCall(
@@ -184,15 +194,17 @@ async def add_refusal(
             state=REFUSED,
             outcome=error.code[:64],
             reason=error.detail[:MAX_REASON_LENGTH],
-            answered_ms=0,
+            answered_ms=answered_ms,
             completed_at=now,
         )
     )
     await session.flush()
+    of_strangers = WebhookCall.outcome.in_(STRANGERS_OUTCOMES)
     refusals = (
         WebhookCall.webhook_id == webhook.id,
         WebhookCall.digest.is_(None),
         WebhookCall.test.is_(False),
+        of_strangers if error.code in STRANGERS_OUTCOMES else not_(of_strangers),
     )
     kept = (
         select(WebhookCall.id)
@@ -483,13 +495,3 @@ async def take_promised_delivery(session: AsyncSession) -> PromisedDelivery | No
                 0.0 if seconds_left is None else float(seconds_left),
             )
     return None
-
-
-async def latest_calls(
-    session: AsyncSession, webhook_id: uuid.UUID, limit: int = 200, before: int | None = None
-) -> Sequence[WebhookCall]:
-    """Returns a webhook's last calls, the latest first; `before`: those with a smaller id."""
-    query = select(WebhookCall).filter_by(webhook_id=webhook_id).order_by(WebhookCall.id.desc())
-    if before is not None:
-        query = query.where(WebhookCall.id < before)
-    return (await session.scalars(query.limit(limit))).all()

@@ -11,19 +11,18 @@ from sqlalchemy.orm import aliased
 
 from infra.database.locks import seconds_from_now, take_turn
 from infra.database.trading.models import WebhookCall
-from infra.database.trading.signals import REFUSED, REJECTED
+from infra.database.trading.signals import REFUSED, REJECTED, STRANGERS_OUTCOMES
 
 #: Calls of a webhook that are shown and exported; older ones are kept until their retention ends.
 MAX_SHOWN_CALLS = 200
+#: Strangers' calls (`STRANGERS_OUTCOMES`) that are shown besides, so that they hide no others.
+MAX_SHOWN_STRANGERS = 20
 #: Seconds between two messages to a webhook's owner: what fails meanwhile goes into the next one.
 NOTICE_INTERVAL_S = 600
 #: Seconds after which a failure is too old to be reported.
 NOTICE_MAX_AGE_S = 3600
 #: Failures that one message names; further ones are counted.
 MAX_FAILURES_NAMED = 10
-#: Outcomes of strangers' calls. An owner cannot do anything about them, and anyone who has found
-#: the address could make them send messages.
-STRANGERS_OUTCOMES = ("WEBHOOK_SECRET_WRONG", "SOURCE_NOT_ALLOWED")
 
 
 async def list_calls(
@@ -33,19 +32,22 @@ async def list_calls(
     before: int | None = None,
     limit: int = MAX_SHOWN_CALLS,
 ) -> Sequence[WebhookCall]:
-    """Returns a webhook's calls, the newest first, of its last `MAX_SHOWN_CALLS`.
+    """Returns a webhook's calls, the newest first: of its last `MAX_SHOWN_CALLS`, and of the last
+    `MAX_SHOWN_STRANGERS` of strangers.
 
     `before` is the id of the last call of the page before.
     """
-    last = (
+    of_strangers = func.coalesce(WebhookCall.outcome, "").in_(STRANGERS_OUTCOMES)
+    calls = (
         select(WebhookCall.id)
         .where(WebhookCall.webhook_id == webhook_id)
         .order_by(WebhookCall.id.desc())
-        .limit(MAX_SHOWN_CALLS)
     )
+    own = calls.where(not_(of_strangers)).limit(MAX_SHOWN_CALLS)
+    strangers = calls.where(of_strangers).limit(MAX_SHOWN_STRANGERS)
     rows = (
         select(WebhookCall)
-        .where(WebhookCall.id.in_(last))
+        .where(or_(WebhookCall.id.in_(own), WebhookCall.id.in_(strangers)))
         .order_by(WebhookCall.id.desc())
         .limit(limit)
     )

@@ -2,7 +2,7 @@
 
 import secrets
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
 from hmac import compare_digest
@@ -17,6 +17,7 @@ from infra.database.models import BrokerAccount
 from infra.database.trading.models import Webhook
 from infra.database.users import UserDisabled, is_disabled
 from worker_runtime.protocol.errors import BerthError
+from worker_runtime.protocol.installed_brokers import installed_brokers
 
 #: Marks the token hash of a webhook that this release made or changed. The release before
 #: looks for the plain hash, does not find it, and answers WEBHOOK_UNKNOWN: it would take 100
@@ -74,7 +75,7 @@ async def create_webhook(
     )
     session.add(row)
     about: dict[str, Any] = {"user": user_id, "account": account_id, "sources": list(sources)}
-    about |= {name: value for name, value in settings.items() if isinstance(value, str | int)}
+    about |= {name: value for name, value in _told(settings).items() if value is not None}
     audit.append_entry(session, actor, "webhook.created", f"webhook:{row.id}", **about)
     await session.flush()
     await session.refresh(row)
@@ -214,12 +215,23 @@ async def change_webhook(
     for name, value in columns.items():
         setattr(row, name, value)
     row.token_hash = mark_hash(row.token_hash)
-    shown = {name: value for name, value in columns.items() if isinstance(value, str | int | None)}
-    shown = {name: value for name, value in shown.items() if "hash" not in name}
-    audit.append_entry(session, actor, action, f"webhook:{webhook_id}", **shown)
+    audit.append_entry(session, actor, action, f"webhook:{webhook_id}", **_told(columns))
     await session.flush()
     await session.refresh(row)
     return row
+
+
+def _told(columns: Mapping[str, Any]) -> dict[str, str | int | None]:
+    """Returns what the audit trail tells of columns: no hashes, and times as text."""
+    told = {
+        name: value.isoformat() if isinstance(value, datetime) else value
+        for name, value in columns.items()
+    }
+    return {
+        name: value
+        for name, value in told.items()
+        if isinstance(value, str | int | None) and "hash" not in name
+    }
 
 
 async def revoke_webhook(
@@ -237,10 +249,24 @@ async def revoke_webhook(
     return await session.scalar(select(Webhook).filter_by(**own))
 
 
+async def accounts_of_contracts(session: AsyncSession, user_id: str) -> set[str]:
+    """Returns the user's accounts whose market has lots of one unit, as of futures: there a
+    quantity counts contracts, and no unit is asked for."""
+    accounts = await session.scalars(select(BrokerAccount).filter_by(user_id=user_id))
+    brokers = installed_brokers()
+    return {
+        account.account_id
+        for account in accounts
+        if account.broker in brokers
+        and brokers[account.broker].record.market(account.broker_type).lot_units == 1
+    }
+
+
 async def count_unconfirmed(session: AsyncSession) -> int:
-    """Counts webhooks in use for stocks whose unit nobody has confirmed."""
-    rows = (
-        select(func.count())
+    """Counts webhooks in use whose unit nobody has confirmed, of accounts whose market has lots of
+    several units."""
+    rows = await session.execute(
+        select(BrokerAccount.broker, BrokerAccount.broker_type, func.count())
         .select_from(Webhook)
         .join(
             BrokerAccount,
@@ -250,7 +276,12 @@ async def count_unconfirmed(session: AsyncSession) -> int:
         .where(
             Webhook.revoked_at.is_(None),
             Webhook.quantity_unit.is_(None),
-            BrokerAccount.broker_type != "futures",
         )
+        .group_by(BrokerAccount.broker, BrokerAccount.broker_type)
     )
-    return int(await session.scalar(rows) or 0)
+    brokers = installed_brokers()
+    return sum(
+        count
+        for broker, broker_type, count in rows
+        if broker in brokers and brokers[broker].record.market(broker_type).lot_units > 1
+    )

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from sqlalchemy import func, select
 from temporalio.client import Client
 
 from api.app import create_app
@@ -20,12 +21,14 @@ from api.http.errors import ValkeyUnavailable
 from api.workers import answers
 from api.workers.answers import AnswerListener
 from infra.database.migrate import migrate
+from infra.database.models import Order
 from infra.local.process import free_port
 from infra.local.servers import PostgresServer, TemporalServer, ValkeyServer
 from infra.settings import Settings
 from infra.valkey import client as valkey
 from infra.valkey.link import ValkeyLink
 from tests.support.api.pages import csrf_header, logged_in_browser
+from tests.support.api.webhooks import create_webhook, make_signal, post_signal
 from tests.support.message_signing import SECRETS
 from tests.support.systems.api import ServedApi, StartWorker, an_order, make_key, running_api
 from tests.support.waiting import until
@@ -163,6 +166,25 @@ async def test_a_frozen_valkey_is_reported_within_its_timeout(
         assert down.problem == (503, "VALKEY_UNAVAILABLE", "valkey")
         assert down.seconds < 2 * VALKEY_TIMEOUT_S  # waited for once
         assert down.response.json()["order"]["state"] == "accepted"
+
+
+async def test_a_signal_is_answered_in_time_while_valkey_stands_still(
+    api_on_own_valkey: ServedApi, own_valkey: ValkeyServer
+) -> None:
+    api = api_on_own_valkey
+    made = await create_webhook(api)
+    os.kill(own_valkey.pid, signal.SIGSTOP)
+    try:
+        began = time.perf_counter()
+        answer = await post_signal(api, made, make_signal(made))
+        seconds = time.perf_counter() - began
+        async with api.services.database.session() as session:
+            assert await session.scalar(select(func.count()).select_from(Order)) == 1
+    finally:
+        os.kill(own_valkey.pid, signal.SIGCONT)
+    assert seconds < 3  # then TradingView gives up
+    assert (answer.status_code, answer.json()["complete"]) == (202, False)
+    assert answer.json()["legs"] == []
 
 
 async def test_a_start_waits_for_a_valkey_that_stands_still_and_not_for_one_that_is_gone(

@@ -146,6 +146,30 @@ def test_rounding_down_names_what_is_left_out() -> None:
     assert plan.note == "300 of 2300 shares are no full lot and are not bought"
 
 
+@pytest.mark.parametrize(("before", "signal", "orders", "after"), rows("shares before"))
+def test_rounding_down_never_opens_next_to_a_rest_of_the_other_side(
+    before: str, signal: str, orders: str, after: str
+) -> None:
+    held, meant = int(before), meaning(wish_of(signal), odd=OddLots.ROUND_DOWN)
+    if orders == "`ODD_LOT_REFUSED`":
+        with pytest.raises(OddLotRefused, match="nothing is opened"):
+            plan_signal(meant, held)
+        return
+    plan = plan_signal(meant, held)
+    planned = [Move(order.side, order.quantity, order.closes) for order in plan.orders]
+    assert planned == [move_of(text) for text in orders.split(", ") if orders not in _NOTHING]
+    assert plan.outcome is _NOTHING.get(orders, Outcome.PLACED)
+    assert plan.after == int(after)
+
+
+def test_a_reversal_that_leaves_a_rest_says_why_it_opens_nothing() -> None:
+    meant = meaning(Wish(action=SignalAction.POSITION, target=-1500), odd=OddLots.ROUND_DOWN)
+    assert plan_signal(meant, 1500).note == (
+        "500 of 1500 shares are no full lot and are not sold; 500 shares of the other side are "
+        "left, so nothing is opened"
+    )
+
+
 def test_an_odd_lot_of_a_market_signal_without_a_price_is_refused_with_what_to_send() -> None:
     with pytest.raises(OddLotRefused, match=r'"price": "\{\{close\}\}"'):
         plan_signal(meaning(BUY_2300, pricing=OrderPricing()), 0)
@@ -216,6 +240,20 @@ def test_a_limit_is_rounded_to_a_tick_that_is_not_worse_or_refused(
     else:
         with pytest.raises(PriceOffTick, match="between two ticks"):
             plan_signal(strict, 0)
+
+
+def test_an_order_of_a_safe_webhook_is_rounded_by_the_brokers_list_as_well() -> None:
+    limit = OrderPricing(
+        price_type=PriceType.LIMIT, price=Decimal(1005), time_in_force=TimeInForce.ROD
+    )
+    for rounding, expected in ((PriceRounding.SAFE, "passive"), (PriceRounding.REFUSE, "refuse")):
+        meant = meaning(BUY_2300, pricing=limit, rounding=rounding)
+        requests = [order_request(order, meant, "main") for order in plan_signal(meant, 0).orders]
+        assert {request.price_rounding for request in requests} == {expected}
+    # An odd lot's limit is ours, and a market order has none.
+    meant = meaning(BUY_2300, rounding=PriceRounding.REFUSE)
+    lots, odd = (order_request(order, meant, "main") for order in plan_signal(meant, 0).orders)
+    assert (lots.price_rounding, odd.price_rounding) == ("refuse", "passive")
 
 
 @pytest.mark.parametrize(

@@ -5,20 +5,27 @@ from __future__ import annotations
 import json
 from datetime import UTC, datetime
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
 import pytest
 from pydantic import ValidationError
 
-from api.http.errors import InvalidRequest
-from api.webhooks.meaning import ReceivedSignal, interpret, stored_meaning
-from api.webhooks.planning import SignalAction
+from api.http.errors import InvalidRequest, OddLotRefused
+from api.webhooks.meaning import ReceivedSignal, SignalMarket, interpret, stored_meaning
+from api.webhooks.planning import QuantityUnit, SignalAction, plan_signal
 from api.webhooks.schemas import Signal, parse_signal
 from api.webhooks.service import shown_body
 from infra.database.trading.models import Webhook, WebhookCall
-from infra.market.calendar import load_calendar
+from infra.market.calendar import home_broker, load_calendar
+from infra.market.instruments import SymbolTerms
+from infra.market.signal_symbols import market_of_symbol, resolve_symbol
+from tests.support.brokers.example import write_example
+from worker_runtime.protocol.broker_record import MarketRule, TickStep
+from worker_runtime.protocol.installed_brokers import load_plugin
 from worker_runtime.protocol.messages import PriceType, TimeInForce
+from worker_runtime.protocol.order_terms import OrderLot
 
 WEBHOOK = Webhook(id=UUID(int=1), account_id="main", user_id="alice")
 
@@ -38,9 +45,15 @@ def signal(**changes: object) -> Signal:
     return Signal.model_validate(words(**changes))
 
 
-def received(webhook: Webhook = WEBHOOK, **changes: Any) -> ReceivedSignal:
-    at = datetime(2026, 11, 20, 3, tzinfo=UTC)
-    return interpret(signal(**changes), webhook, {}, load_calendar(), at)
+def received(
+    webhook: Webhook = WEBHOOK,
+    at: datetime = datetime(2026, 11, 20, 3, tzinfo=UTC),
+    **changes: Any,
+) -> ReceivedSignal:
+    taken, markets = signal(**changes), home_broker().record.markets
+    symbol = resolve_symbol(taken.symbol, {}, load_calendar(), at)
+    rule = market_of_symbol(symbol, markets, markets["stock"])
+    return interpret(taken, webhook, symbol, SignalMarket(rule=rule))
 
 
 @pytest.mark.parametrize("quantity", [1, 1.0, "1", "1.0", "1.", " 1 "])
@@ -93,13 +106,9 @@ def test_a_signal_of_an_earlier_release_is_the_same_order_today() -> None:
 
 
 def test_ids_are_made_of_the_text_as_sent_and_not_of_what_it_means() -> None:
-    front = {"symbol": "TXF1!", "quantity": 1}
-    before = interpret(
-        signal(**front), WEBHOOK, {}, load_calendar(), datetime(2026, 11, 18, 5, 29, tzinfo=UTC)
-    )
-    after = interpret(
-        signal(**front), WEBHOOK, {}, load_calendar(), datetime(2026, 11, 18, 5, 30, tzinfo=UTC)
-    )
+    front: dict[str, Any] = {"symbol": "TXF1!", "quantity": 1}
+    before = received(at=datetime(2026, 11, 18, 5, 29, tzinfo=UTC), **front)
+    after = received(at=datetime(2026, 11, 18, 5, 30, tzinfo=UTC), **front)
     assert (before.meaning.symbol, after.meaning.symbol) == ("TXFK6", "TXFL6")
     assert before.digest == after.digest
     assert before.lane == after.lane == "TXF"
@@ -130,6 +139,73 @@ def test_what_a_signal_means_is_the_same_after_it_was_stored() -> None:
         row = WebhookCall(digest=first.digest, **first.columns)
         assert stored_meaning(row) == first.meaning
         assert "secret" not in json.dumps(row.signal)
+
+
+@pytest.fixture
+def spot(tmp_path: Path) -> MarketRule:
+    """Returns the market of the example broker, whose lots have ten units."""
+    record = write_example(tmp_path) / "berth_harbour" / "broker.toml"
+    return load_plugin(record).record.markets["spot"]
+
+
+def at_spot(
+    rule: MarketRule, *, unit: str = "shares", odd: str = "refuse", **changes: Any
+) -> ReceivedSignal:
+    webhook = Webhook(id=UUID(int=1), account_id="hb", user_id="alice", quantity_unit=unit, odd=odd)
+    taken = signal(symbol="ALFA.HB", **changes)
+    return interpret(taken, webhook, taken.symbol, SignalMarket(rule=rule))
+
+
+def test_a_signal_of_100_shares_to_a_market_with_lots_of_ten_orders_ten_lots(
+    spot: MarketRule,
+) -> None:
+    first = at_spot(spot, quantity="100")
+    again = stored_meaning(WebhookCall(digest=first.digest, **first.columns))
+    for meaning in (first.meaning, again):
+        assert meaning.unit is QuantityUnit.SHARES
+        (order,) = plan_signal(meaning, 0).orders
+        assert (order.quantity, order.pricing.lot) == (10, OrderLot.COMMON)
+    (order,) = plan_signal(at_spot(spot, unit="lots", quantity="100").meaning, 0).orders
+    assert order.quantity == 100
+    # A signal may be for as many lots as elsewhere.
+    at_spot(spot, quantity="100000")
+    with pytest.raises(InvalidRequest, match="at most"):
+        at_spot(spot, quantity="100001")
+
+
+def test_what_is_left_of_full_lots_is_no_order_in_a_market_without_odd_lots(
+    spot: MarketRule,
+) -> None:
+    with pytest.raises(OddLotRefused, match="10 lots of 10 and 5 shares"):
+        plan_signal(at_spot(spot, odd="split", quantity="105").meaning, 0)
+    rounded = plan_signal(at_spot(spot, odd="round_down", quantity="105").meaning, 0)
+    assert ([order.quantity for order in rounded.orders], rounded.after) == ([10], None)
+
+
+def test_a_price_is_rounded_to_the_steps_of_the_accounts_market(spot: MarketRule) -> None:
+    for action, price in (("buy", "12.02"), ("sell", "12.04")):
+        taken = at_spot(spot, action=action, quantity=10, price_type="LMT", price="12.03")
+        for meaning in (
+            taken.meaning,
+            stored_meaning(WebhookCall(digest=taken.digest, **taken.columns)),
+        ):
+            assert plan_signal(meaning, 0).orders[0].pricing.price == Decimal(price)
+
+
+def test_a_signal_counts_by_the_lot_and_the_steps_that_the_broker_lists(spot: MarketRule) -> None:
+    listed = SymbolTerms(lot_value=Decimal(20), lot_units=20, ticks=(TickStep(tick=Decimal(1)),))
+    webhook = Webhook(id=UUID(int=1), account_id="hb", user_id="alice", quantity_unit="shares")
+    taken = signal(symbol="DELTA.HB", quantity=100, price_type="LMT", price="12.5")
+    meaning = interpret(taken, webhook, "DELTA.HB", SignalMarket(rule=spot, terms=listed)).meaning
+    (order,) = plan_signal(meaning, 0).orders
+    assert (order.quantity, order.pricing.price) == (5, Decimal(12))
+
+
+def test_odd_lots_are_those_that_the_market_takes_at_that_hour(spot: MarketRule) -> None:
+    stock = home_broker().record.markets["stock"]
+    assert SignalMarket(rule=stock).odd_lot is OrderLot.INTRADAY_ODD
+    assert SignalMarket(rule=stock, trades_after_close=True).odd_lot is OrderLot.ODD
+    assert SignalMarket(rule=spot, trades_after_close=True).odd_lot is None
 
 
 @pytest.mark.parametrize(
@@ -205,6 +281,46 @@ def test_an_unfilled_placeholder_is_named_with_its_field() -> None:
         "did not fill in"
     )
     assert "canary" not in str(raised.value.errors)
+
+
+def unquoted(field: str, placeholder: str) -> bytes:
+    """A signal whose field has the placeholder without quotes."""
+    return json.dumps(words(secret="canary", **{field: "?"})).replace('"?"', placeholder).encode()
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (
+            unquoted("quantity", "{{strategy.order.contracts}}"),
+            "quantity still has the placeholder {{strategy.order.contracts}}, which",
+        ),
+        (unquoted("symbol", '"{{plot("RSI-14")}}"'), 'symbol still has the placeholder {{plot("R'),
+        (unquoted("quantity", '"{{plot(\\"RSI-14\\")}}"'), "quantity still has the placeholder"),
+        (unquoted("quantity", "-{{close}}"), "the message still has the placeholder {{close}}"),
+        (b"buy {{ticker}}", "the message still has the placeholder {{ticker}}"),
+    ],
+)
+def test_an_unquoted_placeholder_is_named(body: bytes, sentence: str) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        parse_signal(body)
+    assert raised.value.detail.startswith(sentence)
+
+
+def test_a_message_in_double_braces_shows_nothing_of_itself() -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        parse_signal(b'{{"secret": "canary"}}')
+    assert "canary" not in raised.value.detail
+
+
+def test_an_unquoted_price_that_is_for_information_is_ignored() -> None:
+    taken = parse_signal(unquoted("price", "{{close}}"))
+    assert (taken.price, taken.pricing.quoted) == (None, None)
+    assert taken.digest(WEBHOOK) == signal(price="{{close}}").digest(WEBHOOK)
+    with pytest.raises(InvalidRequest, match="price still has the placeholder"):
+        parse_signal(
+            unquoted("price", "{{close}}").replace(b'"buy"', b'"buy", "price_type": "LMT"')
+        )
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from datetime import date, datetime, time
+from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 
+import msgspec
 import pytest
 
-from infra.market.calendar import HOME_ZONE, Calendar, Hours, load_calendar
-from infra.market.signal_symbols import is_share, lane_of, last_trade, resolve_symbol, round_to_tick
+from infra.market.calendar import HOME_ZONE, Calendar, Hours, home_broker, load_calendar
+from infra.market.signal_symbols import (
+    ContinuousFuture,
+    lane_of,
+    last_trade,
+    market_of_symbol,
+    read_symbol,
+    require_readable,
+    resolve_symbol,
+    round_to_tick,
+)
+from worker_runtime.protocol.broker_record import ChartNames, TickStep
 from worker_runtime.protocol.errors import UnknownSymbol
 
 CALENDAR = load_calendar()
@@ -66,6 +77,62 @@ def test_a_final_settlement_day_without_trading_moves_to_the_next_trading_day() 
     assert last_trade(2026, 11, short) == datetime(2026, 11, 18, 11, tzinfo=HOME_ZONE)
 
 
+#: As a broker lists them: quarters, weeks, and the months of a share's futures.
+LISTED = {
+    "UDF": {"UDFL6": date(2026, 12, 18), "UDFC7": date(2027, 3, 19), "UDFF7": date(2027, 6, 18)},
+    "TX1": {"TX1L6": date(2026, 12, 2)},
+    "GDF": {"GDFK6": date(2026, 11, 26), "GDFL6": date(2026, 12, 29)},
+    "TXF": {"TXFK6": date(2026, 11, 18), "TXFL6": date(2026, 12, 16)},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "symbol"),
+    [
+        ("UDF1!", "UDFL6"),
+        ("UDF2!", "UDFC7"),
+        ("TX11!", "TX1L6"),
+        ("GDF1!", "GDFK6"),
+        ("TXF1!", "TXFK6"),
+        ("TXF2!", "TXFL6"),
+    ],
+)
+def test_a_continuous_future_is_a_listed_contract_of_its_product(name: str, symbol: str) -> None:
+    future = read_symbol(name, {})
+    assert isinstance(future, ContinuousFuture)
+    assert future.find_contract(CALENDAR, BEFORE, LISTED[future.product]) == symbol
+
+
+def test_a_listed_contract_is_the_front_until_the_close_of_its_last_day() -> None:
+    gold, index = read_symbol("GDF1!", {}), read_symbol("TXF1!", {})
+    assert isinstance(gold, ContinuousFuture)
+    assert isinstance(index, ContinuousFuture)
+    last = datetime(2026, 11, 26, 13, 44, tzinfo=HOME_ZONE)
+    assert gold.find_contract(CALENDAR, last, LISTED["GDF"]) == "GDFK6"
+    assert gold.find_contract(CALENDAR, last + timedelta(minutes=1), LISTED["GDF"]) == "GDFL6"
+    assert index.find_contract(CALENDAR, AFTER, LISTED["TXF"]) == "TXFL6"
+    typhoon = Calendar(CALENDAR.holidays, CALENDAR.last, {date(2026, 11, 18): None})
+    assert index.find_contract(typhoon, AFTER, LISTED["TXF"]) == "TXFK6"
+    with pytest.raises(UnknownSymbol, match="lists no such contract"):
+        gold.find_contract(CALENDAR, datetime(2027, 1, 4, tzinfo=HOME_ZONE), LISTED["GDF"])
+
+
+@pytest.mark.parametrize("name", ["UDF1!", "TX11!", "GDF2!", "CDF1!", "TXO1!"])
+def test_a_product_whose_last_days_nobody_knows_has_no_front_month_without_a_list(
+    name: str,
+) -> None:
+    with pytest.raises(UnknownSymbol, match=f"{name[:3]}K6"):
+        resolved(name)
+
+
+def test_an_operators_name_means_what_signals_may_say() -> None:
+    for target in ("2330", "TWSE:2330", "TXF1!", "UDF2!", "TXFZ2026"):
+        require_readable(target)
+    for target in ("TXF3!", "NASDAQ:AAPL", "!"):
+        with pytest.raises(UnknownSymbol):
+            require_readable(target)
+
+
 def test_an_operator_gives_a_name_a_meaning() -> None:
     names = {"FITX": "TXF1!", "TW:TSMC": "2330"}
     assert resolve_symbol("fitx", names, CALENDAR, BEFORE) == "TXFK6"
@@ -82,7 +149,38 @@ def test_what_no_exchange_here_has_is_named_with_what_to_do(name: str) -> None:
 def test_contracts_of_a_product_wait_in_one_line_and_each_share_in_its_own() -> None:
     assert {lane_of(symbol) for symbol in ("TXFK6", "TXFL6", "TXFR1")} == {"TXF"}
     assert [lane_of(symbol) for symbol in ("2330", "2337")] == ["2330", "2337"]
-    assert [is_share(symbol) for symbol in ("2330", "0050", "TXFL6")] == [True, True, False]
+    assert [lane_of(symbol) for symbol in ("CDFL6", "CDFR2")] == ["CDF", "CDF"]
+
+
+def test_a_symbol_is_of_the_accounts_own_market_unless_another_one_has_its_form() -> None:
+    markets = home_broker().record.markets
+    stock, futures = markets["stock"], markets["futures"]
+    for own in (stock, futures):
+        assert market_of_symbol("2330", markets, own) is stock
+        assert market_of_symbol("TXFL6", markets, own) is futures
+        assert market_of_symbol("ALFA.HB", markets, own) is own
+    # Two markets with symbols of one form.
+    assert market_of_symbol("2330", markets | {"first": stock}, futures) is stock
+    wide = msgspec.structs.replace(futures, symbols=stock.symbols)
+    assert market_of_symbol("2330", markets | {"wide": wide}, wide) is wide
+
+
+def test_names_of_charts_are_those_of_the_accounts_broker() -> None:
+    stock = home_broker().record.markets["stock"]
+    charts = ChartNames(exchanges=("HBR",), suffixes=(".HBX",))
+    markets = {"spot": msgspec.structs.replace(stock, charts=charts, check_symbol="ALFA")}
+    assert resolve_symbol("HBR:ALFA", {}, CALENDAR, BEFORE, markets) == "ALFA"
+    assert resolve_symbol("ALFA.HBX", {}, CALENDAR, BEFORE, markets) == "ALFA"
+    assert resolve_symbol("TXFZ2026", {}, CALENDAR, BEFORE, markets) == "TXFZ2026"
+    with pytest.raises(UnknownSymbol, match="known are HBR"):
+        resolve_symbol("TWSE:ALFA", {}, CALENDAR, BEFORE, markets)
+    with pytest.raises(UnknownSymbol, match="such as ALFA"):
+        resolve_symbol("!!", {}, CALENDAR, BEFORE, markets)
+
+
+def test_options_of_other_strikes_do_not_wait_for_each_other() -> None:
+    options = ["TXO18000L6", "TXO18000X6", "TXO19000L6", "TXO18000A7", "CDA0600L6"]
+    assert [lane_of(option) for option in options] == options
 
 
 @pytest.mark.parametrize(
@@ -107,3 +205,16 @@ def test_a_price_is_rounded_to_the_side_that_is_not_worse(
 ) -> None:
     assert round_to_tick(symbol, Decimal(price), buys=True) == Decimal(bought)
     assert round_to_tick(symbol, Decimal(price), buys=False) == Decimal(sold)
+
+
+def test_a_price_is_rounded_by_the_steps_of_its_own_market() -> None:
+    ticks = (TickStep(below=Decimal(20), tick=Decimal("0.02")), TickStep(tick=Decimal("0.25")))
+    for price, buys, rounded in (
+        ("12.03", True, "12.02"),
+        ("12.03", False, "12.04"),
+        ("19.99", False, "20"),
+        ("20.1", True, "20"),
+    ):
+        made = round_to_tick("2330", Decimal(price), buys=buys, ticks=ticks)
+        assert made == Decimal(rounded)
+    assert round_to_tick("2330", Decimal("12.03"), buys=True, ticks=()) == Decimal("12.03")

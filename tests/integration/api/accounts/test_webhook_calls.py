@@ -16,13 +16,17 @@ import httpx
 import pytest
 from sqlalchemy import func, select, update
 
+from api.http.errors import WebhookSecretWrong
 from api.webhook_calls.service import FAILURE_EVENT, FailureNotices
 from infra.database.kept_jobs import KeptJob
 from infra.database.models import Order, StatementAddress
 from infra.database.trading import webhooks
 from infra.database.trading.models import Webhook, WebhookCall
+from infra.database.trading.signals import MAX_KEPT_REFUSALS, add_refusal
+from infra.database.trading.webhook_calls import MAX_SHOWN_STRANGERS
+from tests.support.api.orders import set_order_columns
 from tests.support.api.pages import csrf_header, logged_in_browser
-from tests.support.api.scripted_answers import answer_positions, make_position
+from tests.support.api.scripted_answers import answer_positions, answer_state, make_position
 from tests.support.api.webhooks import (
     await_signal_outcome,
     create_webhook,
@@ -31,7 +35,7 @@ from tests.support.api.webhooks import (
 )
 from tests.support.commands import CommandForker
 from tests.support.signal_table import rows, wish_of
-from tests.support.systems.api import ServedApi, StartWorker, operator
+from tests.support.systems.api import ServedApi, StartWorker, an_order, operator
 from tests.support.workers.api_worker import failed
 from worker_runtime.protocol.messages import Failure, OrderState
 
@@ -58,7 +62,7 @@ async def test_calls_show_outcome_reason_orders_and_latency_and_no_secret(
     assert answer.status_code == 200, answer.text
     calls = answer.json()["calls"]
     assert [call["outcome"] for call in calls] == [
-        "INVALID_REQUEST",
+        "WEBHOOK_SECRET_WRONG",
         "INVALID_REQUEST",
         "WEBHOOK_SECRET_WRONG",
         "placed",
@@ -67,6 +71,7 @@ async def test_calls_show_outcome_reason_orders_and_latency_and_no_secret(
     assert (calls[3]["action"], calls[3]["symbol"], calls[3]["quantity"]) == ("buy", "2330", 1)
     assert calls[3]["plan"]["orders"][0]["side"] == "buy"
     assert calls[3]["completed_ms"] >= 0
+    assert all(call["answered_ms"] > 0 for call in calls)
     assert "action" in calls[1]["reason"]
     assert made["secret"] not in answer.text
     assert "guessguess" not in answer.text
@@ -99,6 +104,36 @@ async def test_calls_come_in_pages_and_the_last_200_are_shown(api: ServedApi) ->
     assert seen == sorted(seen, reverse=True)
 
 
+async def test_garbage_without_the_secret_sends_no_message_and_hides_no_signal(
+    api: ServedApi,
+) -> None:
+    made = await create_webhook(api)
+    own = f'{{"secret": "{made["secret"]}", "action": buy}}'.encode()
+    assert (await post_signal(api, made, own)).json()["code"] == "INVALID_REQUEST"
+    database = api.services.database
+    notices = FailureNotices(database, api.services.kept_jobs, lambda: None)
+    assert await notices.send_due()  # the owner's own is reported
+    for garbage in (b"", b"no JSON", b"{}", b"x" * 20_000):
+        assert (await post_signal(api, made, garbage)).status_code == 403
+    async with database.session() as session:
+        await session.execute(update(WebhookCall).values(notified_at=None))
+        webhook = await session.get_one(Webhook, UUID(made["id"]))
+        for _ in range(MAX_KEPT_REFUSALS + 10):
+            error = WebhookSecretWrong()
+            await add_refusal(session, webhook, error, source="", body="", answered_ms=1)
+
+    listed = (await ask(api, "GET", f"/{made['id']}/calls", params={"limit": 200})).json()["calls"]
+
+    assert [call["outcome"] for call in listed] == [
+        *["WEBHOOK_SECRET_WRONG"] * MAX_SHOWN_STRANGERS,
+        "INVALID_REQUEST",
+    ]
+    assert await notices.send_due()
+    async with database.session() as session:
+        heard = select(WebhookCall.outcome).where(WebhookCall.notified_at.is_not(None))
+        assert list(await session.scalars(heard)) == ["INVALID_REQUEST"]
+
+
 async def test_calls_are_exported_for_spreadsheets_without_formulas(api: ServedApi) -> None:
     made = await create_webhook(api)
     await post_signal(api, made, b'=HYPERLINK("http://x")')
@@ -106,7 +141,7 @@ async def test_calls_are_exported_for_spreadsheets_without_formulas(api: ServedA
     assert answer.status_code == 200, answer.text
     assert answer.content.startswith("\ufeff".encode())
     [row] = list(csv.DictReader(io.StringIO(answer.content.decode("utf-8-sig"))))
-    assert row["outcome"] == "INVALID_REQUEST"
+    assert row["outcome"] == "WEBHOOK_SECRET_WRONG"
     assert row["received_at"].endswith("+08:00")
     assert row["body"].startswith("'=HYPERLINK")
 
@@ -182,6 +217,71 @@ async def test_a_test_of_a_wrong_signal_says_what_is_wrong_and_is_recorded(api: 
     assert "quantity" in answer.json()["detail"]
     [call] = (await ask(api, "GET", f"/{made['id']}/calls")).json()["calls"]
     assert (call["test"], call["state"], call["outcome"]) == (True, "refused", "INVALID_REQUEST")
+
+
+@pytest.mark.parametrize(
+    ("signal", "code"),
+    [
+        ({"symbol": "ZZZZ", "quantity": 9000}, "QUANTITY_LIMIT"),
+        ({"quantity": 600}, "QUANTITY_LIMIT"),
+        ({"action": "close", "position": 10_001}, "CLOSE_INVALID"),
+        ({"lot": "fixing"}, ""),
+        ({"price_type": "MKP"}, ""),
+        ({"lot": "fixing", "price_type": "LMT", "price": "100", "time_in_force": "IOC"}, ""),
+    ],
+)
+async def test_a_test_refuses_what_the_signal_would_be_refused_for(
+    api: ServedApi, signal: dict[str, Any], code: str
+) -> None:
+    made = await create_webhook(api)
+    said = {"action": "buy", "symbol": "2330", "quantity": 1, **signal}
+    body: dict[str, Any] = {"position": said.pop("position", 0)}
+    if said["action"] == "close":
+        said.pop("quantity")
+    tested = await ask(api, "POST", f"/{made['id']}/test", json=body | {"signal": said})
+    assert tested.status_code >= 400, tested.text
+    assert not code or tested.json()["code"] == code
+    if said["action"] == "buy":
+        sent = await await_signal_outcome(api, made, make_signal(made, **said))
+        assert sent.json()["code"] == tested.json()["code"]
+    test = (await ask(api, "GET", f"/{made['id']}/calls")).json()["calls"][-1]
+    assert (test["test"], test["state"]) == (True, "refused")
+    assert test["outcome"] == tested.json()["code"]
+
+
+async def test_a_test_goes_by_switches_and_orders_of_unknown_outcome(
+    api: ServedApi, start_worker: StartWorker
+) -> None:
+    await start_worker(api.user, answer_state(OrderState.UNKNOWN))
+    made = await create_webhook(api)
+    path = f"/{made['id']}/test"
+    body = {"signal": {"action": "buy", "symbol": "2330", "quantity": 1}}
+    blocked = {"signal": {"action": "buy", "symbol": "2317", "quantity": 1}}
+    async with api.client(api.key) as user:
+        order = an_order(1, symbol="2317", price="100")
+        unknown = (await user.post(f"/users/{api.user}/orders", json=order)).json()
+        await set_order_columns(api, unknown["id"], state="unknown")
+        assert (await ask(api, "POST", path, json=body)).status_code == 200
+        refused = await ask(api, "POST", path, json=blocked)
+        assert (refused.json()["code"], unknown["id"] in refused.text) == ("SYMBOL_BLOCKED", True)
+        await user.put("/switches", json={"scope": "user", "state": "reducing", "reason": "a test"})
+    assert (await ask(api, "POST", path, json=body)).json()["code"] == "REDUCING_ONLY"
+    close = {"signal": {"action": "close", "symbol": "2330"}, "position": 3}
+    assert (await ask(api, "POST", path, json=close)).status_code == 200
+
+
+async def test_a_test_of_a_webhook_that_takes_no_signals_is_refused(api: ServedApi) -> None:
+    made = await create_webhook(api)
+    path, body = f"/{made['id']}/test", {"signal": {"action": "close", "symbol": "2330"}}
+    await ask(api, "POST", f"/{made['id']}/pause")
+    assert (await ask(api, "POST", path, json=body)).json()["code"] == "WEBHOOK_PAUSED"
+    await ask(api, "POST", f"/{made['id']}/resume")
+    async with api.services.database.session() as session:  # as if an hour had passed
+        past = func.clock_timestamp() - timedelta(seconds=1)
+        await session.execute(update(Webhook).values(expires_at=past))
+    assert (await ask(api, "POST", path, json=body)).json()["code"] == "WEBHOOK_EXPIRED"
+    await ask(api, "DELETE", f"/{made['id']}")
+    assert (await ask(api, "POST", path, json=body)).json()["code"] == "WEBHOOK_UNKNOWN"
 
 
 async def test_a_paused_webhook_refuses_until_it_is_resumed(
@@ -355,6 +455,8 @@ async def test_operators_name_symbols_on_a_page(api: ServedApi) -> None:
         headers = await csrf_header(page, "/page/symbols")
         set_name = await page.put("/v1/symbols/FITX", json={"symbol": "TXF1!"}, headers=headers)
         assert set_name.status_code == 200, set_name.text
+        wrong = await page.put("/v1/symbols/FITX", json={"symbol": "TXF3!"}, headers=headers)
+        assert (wrong.status_code, wrong.json()["code"]) == (422, "UNKNOWN_SYMBOL")
         shown = (await page.get("/page/symbols")).text
     assert "FITX" in shown
     assert "TXF1!" in shown

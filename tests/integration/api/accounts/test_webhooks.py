@@ -17,7 +17,11 @@ from api.webhooks.schemas import Signal
 from infra.database.models import AuditEntry
 from infra.database.trading.models import Webhook, WebhookCall, WebhookDelivery
 from infra.database.trading.webhooks import MAX_WEBHOOKS
+from infra.doctor import checks as doctor
+from infra.doctor.servers import run_check
+from tests.support.api.accounts import put_account
 from tests.support.api.orders import start_worker_holding, submitted_orders
+from tests.support.api.pages import logged_in_browser
 from tests.support.api.scripted_answers import answer_positions, make_position
 from tests.support.api.webhooks import (
     await_signal_outcome,
@@ -116,22 +120,46 @@ async def test_anyone_who_may_not_post_hears_so(api: ServedApi) -> None:
 @pytest.mark.parametrize(
     ("body", "code"),
     [
-        (b"", "INVALID_REQUEST"),
-        (b"not json", "INVALID_REQUEST"),
-        (b"[]", "INVALID_REQUEST"),
-        (b"\xff\xfe", "INVALID_REQUEST"),
-        (b"[" * 10_000, "INVALID_REQUEST"),
-        (b'{"secret": "canary-secret"}', "INVALID_REQUEST"),
-        (b'{"secret": "\\ud800"}', "INVALID_REQUEST"),
-        (b"x" * 17_000, "BODY_TOO_LARGE"),
+        (b'"secret": "%s", not json', "INVALID_REQUEST"),
+        (b'["secret: %s"]', "INVALID_REQUEST"),
+        (b"secret=%s \xff\xfe", "INVALID_REQUEST"),
+        (b"secret=%s" + b"[" * 10_000, "INVALID_REQUEST"),
+        (b'{"secret": "%s"}', "INVALID_REQUEST"),
+        (b'{"Secret": "%s", "action": "buy"}', "INVALID_REQUEST"),
+        (b'{"secret": "guess", "id": {"secret": "%s"}}', "INVALID_REQUEST"),
+        (b"secret=%s" + b"x" * 17_000, "WEBHOOK_SECRET_WRONG"),
+        (b"secret=%s " + b"x" * 17_000, "BODY_TOO_LARGE"),
     ],
 )
-async def test_garbage_is_a_clear_problem(api: ServedApi, body: bytes, code: str) -> None:
+async def test_garbage_of_its_owner_is_a_clear_problem(
+    api: ServedApi, body: bytes, code: str
+) -> None:
     made = await create_webhook(api)
-    answer = await post_signal(api, made, body)
+    answer = await post_signal(api, made, body.replace(b"%s", made["secret"].encode()))
     assert answer.json()["code"] == code
     assert answer.headers["content-type"] == "application/problem+json"
     assert made["token"] not in answer.text
+    assert made["secret"] not in answer.text
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"not json",
+        b"[]",
+        b"\xff\xfe",
+        b"[" * 10_000,
+        b'{"secret": "canary-secret"}',
+        b'{"secret": "\\ud800"}',
+        b'{"action": "buy", "symbol": "2330", "quantity": 1}',
+        b"x" * 17_000,
+    ],
+)
+async def test_garbage_without_the_secret_is_refused_for_that(api: ServedApi, body: bytes) -> None:
+    made = await create_webhook(api)
+    answer = await post_signal(api, made, body)
+    assert (answer.status_code, answer.json()["code"]) == (403, "WEBHOOK_SECRET_WRONG")
     assert "canary-secret" not in answer.text
 
 
@@ -166,7 +194,7 @@ async def test_a_webhook_has_a_rate_of_its_own(api: ServedApi, start_worker: Sta
         ]
         assert codes[:3] == [None] * 3
         assert "WEBHOOK_BUSY" in codes[3:]  # a new minute may have begun in between
-        assert (await post_signal(slow, other, b"")).json()["code"] == "INVALID_REQUEST"
+        assert (await post_signal(slow, other, b"")).json()["code"] == "WEBHOOK_SECRET_WRONG"
 
 
 @pytest.mark.parametrize("sent", ["a wrong secret", "no signal"])
@@ -241,6 +269,21 @@ async def test_an_expiry_is_taken_away_by_null_and_stays_when_left_out(
     assert (await user.patch(address, json={})).status_code == 422
 
 
+async def test_the_audit_trail_has_a_webhooks_expiry(
+    api: ServedApi, user: httpx.AsyncClient
+) -> None:
+    ends = datetime(2100, 1, 1, tzinfo=UTC)
+    made = await create_webhook(api, expires_at=ends.isoformat())
+    later = (ends + timedelta(days=1)).isoformat()
+    await user.patch(f"/users/{api.user}/webhooks/{made['id']}", json={"expires_at": later})
+    async with api.services.database.session() as session:
+        subject = f"webhook:{made['id']}"
+        rows = select(AuditEntry.data).where(AuditEntry.subject == subject).order_by(AuditEntry.id)
+        told = [data["expires_at"] for data in await session.scalars(rows)]
+    assert told == [ends.isoformat(), later]
+    assert made["secret"] not in str(told)
+
+
 async def test_an_expired_webhook_counts_again_once_it_is_given_a_later_end(
     api: ServedApi, user: httpx.AsyncClient
 ) -> None:
@@ -289,6 +332,40 @@ async def test_a_command_lists_all_webhooks_not_the_first_page_only(
         ended = await berth(*change, "--expires-at", "2099-12-31T13:30:00+08:00", "--json")
         assert json.loads(ended.out)["expires_at"]
         assert json.loads((await berth(*change, "--no-expiry", "--json")).out)["expires_at"] is None
+
+
+async def test_a_webhook_for_futures_counts_contracts_and_one_for_stocks_waits_to_be_confirmed(
+    api: ServedApi, user: httpx.AsyncClient, commands: CommandForker, tmp_path: Path
+) -> None:
+    await put_account(api, "futures", "paper", "futures")
+    address = f"/users/{api.user}/webhooks"
+    refused = await user.post(address, json={"account_id": "futures", "quantity_unit": "lots"})
+    assert (refused.status_code, refused.json()["code"]) == (422, "INVALID_REQUEST")
+    futures = (await user.post(address, json={"account_id": "futures"})).json()
+    assert (futures["quantity_unit"], futures["unit"]) == (None, "contracts")
+    stocks = await create_webhook(api)
+    async with api.services.database.session() as session:  # as one of an earlier release
+        row = await session.get_one(Webhook, UUID(stocks["id"]))
+        row.quantity_unit = None
+    listed = (await user.get(address)).json()["webhooks"]
+    assert [(row["id"], row["unit"]) for row in listed] == [
+        (stocks["id"], None),
+        (futures["id"], "contracts"),
+    ]
+    async with logged_in_browser(api, api.key) as page:
+        shown = (await page.get(f"/page/users/{api.user}")).text
+    assert "for futures: contracts" in shown
+    assert shown.count("unit unconfirmed") == 1
+    async with operator(api, commands, tmp_path) as berth:
+        text = (await berth("webhooks", "list", api.user)).out
+    for hook, unit in ((stocks, "unconfirmed"), (futures, "contracts")):
+        (line,) = [line for line in text.splitlines() if hook["id"] in line]
+        assert unit in line
+    result = await run_check(doctor.WEBHOOKS, api.settings)
+    assert result.problem.startswith("1 webhooks count lots")
+    confirmed = await user.patch(f"{address}/{stocks['id']}", json={"quantity_unit": "shares"})
+    assert (confirmed.json()["quantity_unit"], confirmed.json()["unit"]) == ("shares", "shares")
+    assert not (await run_check(doctor.WEBHOOKS, api.settings)).problem
 
 
 async def test_a_webhook_is_made_by_its_user_for_an_account_that_is_there(

@@ -10,6 +10,7 @@ from decimal import Decimal
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from infra.database.orders.checks import CheckedTerms
@@ -17,6 +18,7 @@ from infra.database.trading import instruments
 from infra.database.trading.models import InstrumentLoad, InstrumentRow
 from infra.market.calendar import zone_of_market
 from tests.support.api.accounts import put_account, set_account_limits
+from tests.support.api.webhooks import await_signal_outcome, create_webhook, make_signal
 from tests.support.systems.api import ServedApi, StartWorker, an_order, running_api
 from worker_runtime.protocol.errors import UnknownSymbol
 from worker_runtime.protocol.installed_brokers import built_in_brokers
@@ -115,6 +117,51 @@ async def test_a_price_is_rounded_to_the_passive_side_where_the_order_asks_for_i
     assert (status, again["id"], again["price"]) == (200, body["id"], price)
     status, code, _ = await place(api, caller, 1, side=side, price="1002")
     assert (status, code) == (409, "CLIENT_ORDER_ID_REUSED")
+
+
+async def test_a_safe_limit_is_rounded_by_the_brokers_own_steps(
+    api: ServedApi, caller: httpx.AsyncClient
+) -> None:
+    await load(api, msgspec.structs.replace(FUTURE, ticks=(PriceStep(tick=Decimal("0.5")),)))
+    limit = {"symbol": "CDFL6", "price_type": "LMT", "price": "101.33"}
+    safe = await create_webhook(api)
+    for action, price in (("buy", "101"), ("sell", "101.5")):
+        said = {"action": action, "quantity": 1, **limit}
+        tested = await caller.post(
+            f"/users/{api.user}/webhooks/{safe['id']}/test", json={"signal": said}
+        )
+        assert tested.json()["plan"]["orders"][0]["price"] == price
+        placed = await await_signal_outcome(api, safe, make_signal(safe, **said))
+        assert (placed.status_code, placed.json()["price"]) == (201, price)
+    strict = await create_webhook(api, price_rounding="refuse")
+    refused = await await_signal_outcome(api, strict, make_signal(strict, **limit))
+    assert (refused.status_code, refused.json()["code"]) == (422, "PRICE_OFF_TICK")
+    assert "`safe`" in refused.json()["detail"]
+
+
+async def test_a_continuous_future_is_a_contract_that_the_broker_lists(
+    api: ServedApi, caller: httpx.AsyncClient
+) -> None:
+    made = await create_webhook(api)
+    path = f"/users/{api.user}/webhooks/{made['id']}/test"
+    said = {"signal": {"action": "buy", "symbol": "UDF1!", "quantity": 1}}
+    unknown = await caller.post(path, json=said)
+    assert (unknown.status_code, unknown.json()["code"]) == (422, "UNKNOWN_SYMBOL")
+    assert "no list of its contracts" in unknown.json()["detail"]
+    ends = {"UDFC7": 120, "UDFL6": 30, "UDFA6": -300, "UDOA6": 1}
+    await load(
+        api,
+        *(
+            msgspec.structs.replace(FUTURE, code=code, expires_on=today() + timedelta(days=days))
+            for code, days in ends.items()
+        ),
+    )
+    changed = api.settings.model_copy(update={"check_symbols": "all"})
+    async with running_api(changed) as later, later.client(api.key) as user:
+        for sent, symbol in (("UDF1!", "UDFL6"), ("UDF2!", "UDFC7")):
+            said["signal"]["symbol"] = sent
+            tested = await user.post(path, json=said)
+            assert (tested.status_code, tested.json().get("symbol")) == (200, symbol), tested.text
 
 
 async def test_a_buy_below_the_lowest_price_is_refused_and_not_made_dearer(

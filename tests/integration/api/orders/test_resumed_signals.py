@@ -216,6 +216,29 @@ async def test_a_signal_waits_while_another_order_works_on_the_position(
     assert submitted_orders(worker)[1:] == [("sell", 2, True)]
 
 
+async def test_a_signal_leaves_the_queue_when_its_last_order_rests(
+    api: ServedApi, start_worker: StartWorker
+) -> None:
+    worker = await start_worker_holding(api, start_worker, 0, silent)
+    made = await create_webhook(api)
+    limit = {"symbol": "MXFA6", "price_type": "LMT", "price": "20000"}
+    for number in ("1", "2"):
+        said = make_signal(made, id=number, **limit)
+        assert (await post_signal(api, made, said)).status_code == 202
+    await until(lambda: len(worker.popped) == 1)
+    assert [(row.state, row.outcome) for row in await calls(api)] == [
+        ("running", None),
+        ("queued", None),
+    ]
+    worker.script = answer_submitted
+    await worker.answer_later(answer_submitted(worker.popped[0]))
+    rows = await completed(api, 2)
+    assert [(row.state, row.outcome, row.reason) for row in rows] == [("done", "placed", None)] * 2
+    async with api.client(api.key) as user:
+        orders = (await user.get(f"/users/{api.user}/orders")).json()["orders"]
+    assert [order["final"] for order in orders] == [False, False]
+
+
 async def test_what_was_in_the_way_is_named_when_the_deadline_has_passed(
     api: ServedApi, start_worker: StartWorker
 ) -> None:
@@ -321,6 +344,7 @@ async def test_a_signal_of_a_revoked_webhook_is_not_taken_up_again(
     await leave(api, held_until="now()")
     (row,) = await completed(api)
     assert row.outcome == "WEBHOOK_UNKNOWN"
+    assert len(row.order_ids) == 1
     assert [entry.data["code"] for entry in await failures(api)] == ["WEBHOOK_UNKNOWN"]
     assert submitted_orders(worker) == [("buy", 2, True)]
 
