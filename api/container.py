@@ -291,7 +291,7 @@ class Services:
     async def write_host(self, page: metrics.MetricsPage) -> None:
         """Writes what differs from host to host. Raises `RedisError`, `DatabaseUnavailable` or
         SQLAlchemy's errors for a server whose clock cannot be read."""
-        metrics.write_host(page, self.settings, self.webhooks.calendar)
+        metrics.write_host(page, self.settings, self.home_calendar)
         await metrics.write_valkey_clock(page, self.valkey)
         async with self.database.session(autocommit=True) as session:
             await metrics.write_database_clock(page, session)
