@@ -2,7 +2,7 @@
 routes."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,9 @@ from typing import Annotated, Any
 
 from fastapi import Depends, Request
 from fastapi.responses import StreamingResponse
+from redis.exceptions import ConnectionError as ConnectionLost
 from redis.exceptions import RedisError
+from redis.exceptions import TimeoutError as ValkeyTimeout
 from sqlalchemy.ext.asyncio import AsyncSession
 from temporalio.client import Client
 
@@ -48,7 +50,7 @@ from api.workers.service import WorkerControl, connect_temporal
 from infra import metrics, tasks
 from infra.alerts.errors import send_errors
 from infra.database import api_keys, audit, quotas, users
-from infra.database.engine import Database, Turns
+from infra.database.engine import Database, DatabaseUnavailable, Turns
 from infra.database.migrate import SchemaCheck
 from infra.database.models import ApiKey
 from infra.database.orders import feed as order_changes
@@ -62,6 +64,7 @@ from infra.jobs.registry import TypeRegistry
 from infra.market.calendar import MarketCalendars, load_calendar
 from infra.networks import parse_network
 from infra.settings import Settings
+from infra.temporal.client import TemporalUnavailable
 from infra.temporal.connection import watch_connection
 from infra.temporal.starter import WorkerStarter
 from infra.tracing import Traces
@@ -83,6 +86,8 @@ VALKEY_TIMEOUT_S = 5.0
 MAX_VALKEY_CONNECTIONS = 256
 #: Seconds that the start waits for the first look at the schema.
 SCHEMA_TIMEOUT_S = 10.0
+#: Errors of a server that goes down while the metrics are written.
+_OUTAGES = (DatabaseUnavailable, TemporalUnavailable, ConnectionLost, ValkeyTimeout, OSError)
 
 
 class Services:
@@ -259,8 +264,12 @@ class Services:
             return bool(await api_keys.revoked_among(session, {key_id}))
 
     async def write_metrics(self, page: metrics.MetricsPage) -> None:
-        """Leaves out what a server that is down would tell. Raises `DatabaseUnavailable`,
-        `RedisError` and `TemporalUnavailable` for one that goes down meanwhile."""
+        """Leaves out what a server that is down would tell.
+
+        A part that fails keeps no other one from the page: its error is raised at the end. Raises
+        `DatabaseUnavailable`, `RedisError` and `TemporalUnavailable` at once for a server that goes
+        down meanwhile.
+        """
         readiness = await self.readiness.check()
         for name, server in readiness.dependencies.items():
             page.add("berth_server_up", server.state == "up", name)
@@ -270,23 +279,52 @@ class Services:
         with suppress(RedisError):
             await metrics.write_valkey(page, self.valkey)
             await metrics.write_valkey_clock(page, self.valkey)
-        if "postgresql" in up:
-            async with self.database.session(autocommit=True) as session:
-                await metrics.write_postgresql(page, session)
-                await metrics.write_database_clock(page, session)
-            for (broker, market), days in (await self.instrument_lists.missed_days()).items():
-                page.add("berth_instruments_missed_days", days, broker, market)
-        if up >= {"postgresql", "valkey"}:
-            async with self.database.session(autocommit=True) as session:
-                await metrics.write_fleet_metrics(page, self.valkey, session, self.settings.pool)
-        if "valkey" in up:
-            await metrics.write_valkey_memory(page, self.valkey)
-            await job_metrics.write_job_metrics(page, self.valkey)
-        if up >= {"postgresql", "valkey"}:
-            await job_metrics.write_application_metrics(page, self.valkey, self.job_types)
-        if "temporal" in up:
-            for state, count in (await self.fleet.count_by_state()).items():
-                page.add("berth_users", count, state)
+        parts: list[tuple[set[str], Callable[[metrics.MetricsPage], Awaitable[None]]]] = [
+            ({"postgresql"}, self._write_postgresql),
+            ({"postgresql"}, self._write_instruments),
+            ({"postgresql", "valkey"}, self._write_fleet),
+            ({"valkey"}, self._write_valkey_memory),
+            ({"valkey"}, self._write_jobs),
+            ({"postgresql", "valkey"}, self._write_application_jobs),
+            ({"temporal"}, self._write_users),
+        ]
+        failure: Exception | None = None
+        for servers, write in parts:
+            try:
+                if servers <= up:
+                    await write(page)
+            except _OUTAGES:
+                raise
+            except Exception as error:  # the boundary between the parts
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    async def _write_postgresql(self, page: metrics.MetricsPage) -> None:
+        async with self.database.session(autocommit=True) as session:
+            await metrics.write_postgresql(page, session)
+            await metrics.write_database_clock(page, session)
+
+    async def _write_instruments(self, page: metrics.MetricsPage) -> None:
+        for (broker, market), days in (await self.instrument_lists.missed_days()).items():
+            page.add("berth_instruments_missed_days", days, broker, market)
+
+    async def _write_fleet(self, page: metrics.MetricsPage) -> None:
+        async with self.database.session(autocommit=True) as session:
+            await metrics.write_fleet_metrics(page, self.valkey, session, self.settings.pool)
+
+    async def _write_valkey_memory(self, page: metrics.MetricsPage) -> None:
+        await metrics.write_valkey_memory(page, self.valkey)
+
+    async def _write_jobs(self, page: metrics.MetricsPage) -> None:
+        await job_metrics.write_job_metrics(page, self.valkey)
+
+    async def _write_application_jobs(self, page: metrics.MetricsPage) -> None:
+        await job_metrics.write_application_metrics(page, self.valkey, self.job_types)
+
+    async def _write_users(self, page: metrics.MetricsPage) -> None:
+        for state, count in (await self.fleet.count_by_state()).items():
+            page.add("berth_users", count, state)
 
     async def write_host(self, page: metrics.MetricsPage) -> None:
         """Writes what differs from host to host. Raises `RedisError`, `DatabaseUnavailable` or

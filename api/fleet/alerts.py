@@ -409,8 +409,11 @@ class OperatorAlerts:
         try:
             await self.write_metrics(page)
             known |= {labels["server"] for labels, up in page.samples("berth_server_up") if up}
-        except (BerthError, SQLAlchemyError) as error:  # some of it may be on the page
+        except (BerthError, SQLAlchemyError, RedisError, OSError) as error:
+            # Some of it may be on the page.
             log.warning("conditions_not_read", error=type(error).__name__)
+        except Exception:  # one condition that cannot be read keeps no other one from operators
+            log.exception("conditions_not_read")
         for labels, up in page.samples("berth_server_up"):
             if not up:
                 book.observe(

@@ -21,6 +21,7 @@ import httpx
 import msgspec
 from msgspec import Struct
 
+from .declaration import convert_value
 from .errors import (
     EnqueueUnsettled,
     JobCancelled,
@@ -91,7 +92,8 @@ class EnqueueOptions(JobOptions, frozen=True, kw_only=True, omit_defaults=True):
 class OptionValues(TypedDict, total=False):
     """The keyword arguments of `Producer.with_options`. Durations are seconds."""
 
-    #: The job's id: the same call with the same id is done once, another call under it is refused.
+    #: The job's id: the same call with the same id is done once, another call under it is refused
+    #: (by a direct producer until the job has ended).
     job_id: str
     queue: str
     #: 0 to 9. A job with a higher priority runs earlier.
@@ -372,7 +374,7 @@ def cancel(job_id: str) -> Call[JobSnapshot]:
 
 
 def value_of(snapshot: JobSnapshot, result_type: Any = Any) -> Any:
-    """Return what an ended job returned, as `result_type`.
+    """Return what an ended job returned, as `result_type` if JSON can become that.
 
     Raises `JobFailed`, `JobCancelled`,
     and `UnexpectedAnswer` for a value that does not fit `result_type`.
@@ -386,7 +388,7 @@ def value_of(snapshot: JobSnapshot, result_type: Any = Any) -> Any:
     if snapshot.value is None and snapshot.finished_at is None:
         raise ResultExpired(snapshot.id, "", "it is done, and its result is no longer kept")
     try:
-        return msgspec.convert(snapshot.value, result_type)
+        return convert_value(snapshot.value, result_type)
     except msgspec.ValidationError as error:
         raise UnexpectedAnswer(
             f"job {snapshot.id} returned something else than declared: {error}"

@@ -66,10 +66,11 @@ class DeclaredJob(msgspec.Struct, frozen=True, kw_only=True):
     backoff: tuple[float, ...] = ()
     #: Whether it may run again after its process or runner has died in the middle.
     idempotent: bool = False
-    #: Jobs of one group run one after the other; `{argument}` stands for the value of an argument.
+    #: Jobs of one group run one after the other; `{argument}` stands for the value of an argument,
+    #: or for its default.
     group: str = ""
     #: For this long, or until it has ended,
-    #: no other job with the same arguments is accepted; 0: no limit.
+    #: no other job with the same arguments, defaults included, is accepted; 0: no limit.
     unique_for: float = 0.0
     #: The name of the type that is enqueued with the failure once a job has failed for good.
     on_failed: str = ""
@@ -94,6 +95,27 @@ class DeclaredJob(msgspec.Struct, frozen=True, kw_only=True):
     def rate_interval_ms(self) -> float:
         """Milliseconds between two jobs of this type; 0 without a rate."""
         return parse_rate(self.rate) if self.rate else 0.0
+
+    def key_defaults(self) -> dict[str, Any]:
+        """Returns the defaults of the arguments that make a job's group or unique key, as JSON has
+        them.
+
+        Leaves out those that are no JSON, or hold the character NUL, which no job can have.
+        """
+        defaults = {}
+        for parameter in inspect.signature(self.function).parameters.values():
+            makes_key = self.unique_for or f"{{{parameter.name}}}" in self.group
+            if parameter.default is parameter.empty or not makes_key:
+                continue
+            try:
+                encoded = msgspec.json.encode(
+                    parameter.default, enc_hook=_encode_model, order="deterministic"
+                )
+            except (TypeError, ValueError, NotImplementedError, RecursionError):
+                continue
+            if b"\\u0000" not in encoded:
+                defaults[parameter.name] = msgspec.json.decode(encoded)
+        return defaults
 
     def encode_arguments(self, *args: Any, **kwargs: Any) -> bytes:
         """Returns a call's arguments as JSON; raises `TypeError` or `msgspec.ValidationError`.
@@ -192,6 +214,18 @@ def encode_value(value: Any) -> bytes:
     """Returns a value as JSON, pydantic models included;
     raises `TypeError` for what has no JSON."""
     return _encoder.encode(value)
+
+
+def convert_value(value: Any, kind: Any) -> Any:
+    """Returns a value of decoded JSON as an annotated type, which may be or hold pydantic models.
+
+    A type that no JSON fits, such as a union of two models, leaves the value as it is. Raises
+    `msgspec.ValidationError` for a value that does not fit the type.
+    """
+    try:
+        return msgspec.convert(value, kind, str_keys=True, dec_hook=_decode_model)
+    except (TypeError, NotImplementedError):
+        return value
 
 
 def _declare(function: Callable[..., Any], options: dict[str, Any]) -> JobFunction[..., Any]:

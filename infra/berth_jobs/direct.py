@@ -36,6 +36,7 @@ from .api_calls import MAX_PAUSE_S, EnqueueOptions, OptionValues
 from .declaration import JobFunction
 from .errors import (
     EnqueueUnsettled,
+    JobIdReused,
     JobTooLarge,
     NotConfigured,
     ProblemDetails,
@@ -78,6 +79,9 @@ class DirectJob(NamedTuple):
     #: The id of the job that has the same unique key, so that this one was not enqueued; otherwise
     #: empty.
     duplicate_of: str = ""
+    #: False if nothing was enqueued: `duplicate_of` names another job, or the id was known. Once
+    #: that job has ended, nobody can say for which call it was.
+    is_new: bool = True
 
 
 class DirectCall(NamedTuple):
@@ -216,8 +220,8 @@ class DirectProducer:
         """Enqueue a job; the same id again enqueues nothing as long as the job or its result is
         there.
 
-        Raises what `call` raises; `Unreachable` if certainly nothing was enqueued,
-        `EnqueueUnsettled` if that is not known.
+        Raises what `call` raises; `JobIdReused` if another job that has not ended has the id;
+        `Unreachable` if certainly nothing was enqueued, `EnqueueUnsettled` if that is not known.
         """
         return self._send([self._prepare(job, args, kwargs)])[0]
 
@@ -250,8 +254,9 @@ class DirectProducer:
     def enqueue_many(self, calls: Iterable[DirectCall]) -> list[DirectJob]:
         """Enqueue jobs in their order, some hundreds in one round trip.
 
-        Raises what `enqueue` raises. The jobs of the trips before are enqueued; the same calls may
-        be sent again, because each has its id.
+        Raises what `enqueue` raises. The jobs of the trips before are enqueued, and after
+        `JobIdReused` the others of the same trip; the same calls may be sent again, because each
+        has its id.
         """
         iterator = iter(calls)
         batches = iter(lambda: list(islice(iterator, JOBS_PER_PIPELINE)), [])
@@ -366,7 +371,7 @@ class DirectProducer:
         """Return what became of each call, by the replies to their groups; loads the script for
         those that missed it, and sends them again.
 
-        Raises `ValkeyRefused`.
+        Raises `ValkeyRefused`, `JobIdReused`.
         """
         groups = _groups(calls)
         missing = [at for at, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
@@ -383,15 +388,41 @@ class DirectProducer:
                 missing, self._replies_to([groups[at] for at in missing]), strict=True
             ):
                 replies[at] = reply
-        jobs = []
+        jobs, known = [], []
         for group, reply in zip(groups, replies, strict=True):
             if isinstance(reply, RedisError):
                 raise ValkeyRefused(f"Valkey refused job {group[0].job_id}: {reply}")
             # Two values for each job.
             for call, outcome, job_id in zip(group, reply[::2], reply[1::2], strict=True):
                 duplicate_of = job_id.decode() if outcome == b"duplicate" else ""
-                jobs.append(DirectJob(call.job_id, duplicate_of))
+                jobs.append(DirectJob(call.job_id, duplicate_of, outcome == b"queued"))
+                if outcome == b"seen":
+                    known.append(call)
+        self._refuse_reused(known)
         return jobs
+
+    def _refuse_reused(self, calls: Sequence[DirectCall]) -> None:
+        """Raise `JobIdReused` if one of these known ids belongs to another job, as far as that has
+        not ended."""
+        for group in _groups(calls):
+            pipeline = self._redis.pipeline(transaction=False)
+            for call in group:
+                pipeline.hget(f"{self._settings_key.removesuffix('meta')}job:{call.job_id}", "body")
+            bodies = pipeline.execute(raise_on_error=False)
+            for call, body in zip(group, bodies, strict=True):
+                if isinstance(body, bytes) and not _is_same_job(call.arguments[1], body):
+                    detail = f"another job was enqueued as {call.job_id}; choose another id"
+                    raise JobIdReused(409, ProblemDetails(code="JOB_ID_REUSED", detail=detail))
+
+
+def _is_same_job(asked: bytes, known: bytes) -> bool:
+    """Return True if two signed jobs were made for the same call.
+
+    Their MACs differ after a rotation of the keys, their delays if the call names a time, and their
+    fields if another release has made one of them.
+    """
+    ours, theirs = (msgspec.json.decode(body.partition(b" ")[2]) for body in (asked, known))
+    return all(ours[name] == theirs[name] for name in ours.keys() & theirs.keys() - {"delay"})
 
 
 def _groups(calls: Sequence[DirectCall]) -> list[Sequence[DirectCall]]:

@@ -10,7 +10,7 @@ import argparse
 import importlib
 import importlib.metadata
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .declaration import JobFunction, declared_jobs
@@ -47,16 +47,38 @@ def entry_points() -> list[str]:
 def manifest_of(application: str, modules: Sequence[str] = ()) -> JobManifest:
     """Discovers the jobs and describes them. Raises what `discover` does, and `BadManifest`."""
     functions = discover(modules)
-    top = functions[0].type.function.__module__.partition(".")[0]
-    package, version = _distribution(top)
-    return build_manifest(application, functions, package, version)
+    names = [function.type.function.__module__ for function in functions]
+    distributions = importlib.metadata.packages_distributions()
+    packages = {name: _distribution(name, distributions) for name in set(names)}
+    # Runners of earlier releases compare this one.
+    top = names[0].partition(".")[0]
+    first = distributions.get(top, [])[:1]
+    package, version = (first[0], importlib.metadata.version(first[0])) if first else (top, "")
+    return build_manifest(application, functions, package, version, packages)
 
 
-def _distribution(module: str) -> tuple[str, str]:
-    """Returns the name and version of the distribution
-    with this top-level module, else the module's name."""
-    names = importlib.metadata.packages_distributions().get(module, ())
-    return (names[0], importlib.metadata.version(names[0])) if names else (module, "")
+def _distribution(module: str, distributions: Mapping[str, Sequence[str]]) -> tuple[str, str]:
+    """Returns the name and version of the distribution that has a module, else the module's first
+    part.
+
+    `distributions`: the first part of a module → distributions with such modules: several of them
+    for a namespace.
+    """
+    top = module.partition(".")[0]
+    names = sorted(set(distributions.get(top, ())))
+    if not names:
+        return top, ""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    name = next((name for name in names[1:] if _has_file(name, file)), names[0])
+    return name, importlib.metadata.version(name)
+
+
+def _has_file(distribution: str, file: str | None) -> bool:
+    """Returns True if a distribution has installed this file."""
+    if file is None:
+        return False
+    installed = importlib.metadata.distribution(distribution)
+    return any(str(installed.locate_file(path)) == file for path in installed.files or ())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

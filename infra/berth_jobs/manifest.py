@@ -7,7 +7,7 @@ The API checks a new job against it, and imports nothing of the package.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -19,6 +19,8 @@ MAX_TYPES = 500
 #: Bytes of one type's JSON Schema, and of one whole manifest.
 MAX_SCHEMA_BYTES = 32 * 1024
 MAX_MANIFEST_BYTES = 4 * 1024 * 1024
+#: Levels of nesting in one type's JSON Schema.
+MAX_SCHEMA_LEVELS = 32
 
 _APPLICATION = re.compile(r"[a-z][a-z0-9-]{0,31}")
 _Application = Annotated[str, msgspec.Meta(pattern=rf"^{_APPLICATION.pattern}\Z")]
@@ -70,13 +72,17 @@ class ManifestType(msgspec.Struct, frozen=True, kw_only=True):
     options: TypeOptions = TypeOptions()
     #: The first paragraph of the function's docstring.
     summary: _Text = ""
+    #: The distribution that has the type's function, or the module's first part if it is installed
+    #: as none; with its version. Empty: that of its manifest, as in those of earlier releases.
+    package: _Text = ""
+    package_version: _Text = ""
 
 
 class JobManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """All job types of one package."""
+    """All job types of one runner."""
 
     application: _Application
-    #: The distribution, or the module if it is installed as none; with its version.
+    #: The distribution of the first type, for types without one; with its version.
     package: _Text
     package_version: _Text = ""
     types: Annotated[tuple[ManifestType, ...], msgspec.Meta(max_length=MAX_TYPES)] = ()
@@ -99,8 +105,12 @@ def build_manifest(
     functions: Sequence[JobFunction[..., Any]],
     package: str,
     package_version: str = "",
+    packages: Mapping[str, tuple[str, str]] | None = None,
 ) -> JobManifest:
-    """Describes these jobs. Raises `BadManifest`."""
+    """Describes these jobs. Raises `BadManifest`.
+
+    `packages`: a module of functions → its distribution and version, where that is not `package`.
+    """
     check_application(application)
     names = [function.type.name for function in functions]
     for function in functions:
@@ -109,12 +119,19 @@ def build_manifest(
             raise BadManifest(
                 f"{function.type.name}: on_failed names {handler}, which is no job here"
             )
-    types = tuple(describe_type(application, function.type) for function in functions)
+    types = []
+    for function in functions:
+        kind = describe_type(application, function.type)
+        of_type = (packages or {}).get(function.type.function.__module__)
+        name, version = of_type or (package, package_version)
+        types.append(
+            msgspec.structs.replace(kind, package=name[:200], package_version=version[:200])
+        )
     manifest = JobManifest(
         application=application,
         package=package[:200],
         package_version=package_version[:200],
-        types=types,
+        types=tuple(types),
     )
     return read_manifest(manifest.canonical_bytes())
 
@@ -158,8 +175,10 @@ def read_manifest(data: bytes) -> JobManifest:
         manifest = msgspec.json.decode(data, type=JobManifest)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadManifest(f"the manifest does not fit: {error}") from None
+    _check_texts("the package", [manifest.package, manifest.package_version])
     seen: set[str] = set()
     for kind in manifest.types:
+        _check_levels(kind)
         application, _, _ = kind.name.partition("/")
         if application != manifest.application:
             raise BadManifest(
@@ -172,7 +191,40 @@ def read_manifest(data: bytes) -> JobManifest:
             raise BadManifest(
                 f"{kind.name}: the schema of its arguments has more than {MAX_SCHEMA_BYTES} bytes"
             )
+        _check_texts(kind.name, msgspec.to_builtins(kind))
     return manifest
+
+
+def _check_levels(kind: ManifestType) -> None:
+    """Raises `BadManifest` for a schema that is nested too deeply."""
+    parts: list[tuple[Any, int]] = [(kind.arguments_schema, 1)]
+    while parts:
+        part, level = parts.pop()
+        if not isinstance(part, dict | list):
+            continue
+        if level > MAX_SCHEMA_LEVELS:
+            raise BadManifest(
+                f"{kind.name}: the schema of its arguments is nested more than "
+                f"{MAX_SCHEMA_LEVELS} levels deep; use fewer types within types"
+            )
+        children = part.values() if isinstance(part, dict) else part
+        parts += [(child, level + 1) for child in children]
+
+
+def _check_texts(name: str, value: Any) -> None:
+    """Raises `BadManifest` if a text holds NUL, which PostgreSQL does not store."""
+    if isinstance(value, str) and "\0" in value:
+        raise BadManifest(
+            f"{name}: a text holds the character NUL, which cannot be stored; take it out of the "
+            "docstring, or of the annotation of the argument"
+        )
+    if isinstance(value, dict):
+        for key, child in value.items():
+            _check_texts(name, key)
+            _check_texts(name, child)
+    elif isinstance(value, list | tuple):
+        for child in value:
+            _check_texts(name, child)
 
 
 def arguments_schema(declared: DeclaredJob) -> dict[str, Any]:
@@ -188,6 +240,9 @@ def arguments_schema(declared: DeclaredJob) -> dict[str, Any]:
     reference = schema.pop("$ref", "")
     top = definitions.pop(reference.rpartition("/")[2]) if reference else schema
     top.setdefault("additionalProperties", False)
+    # A job has the same group and unique key whether a default is given or left out (`job_fields`).
+    for name, default in declared.key_defaults().items():
+        top["properties"][name] = {**top["properties"][name], "default": default}
     if definitions:
         top["$defs"] = definitions
     return dict(top)

@@ -54,10 +54,11 @@ def job_fields(
     """Returns the fields of the job's message but its id.
     `arguments`: the JSON object, already checked.
 
-    A group or unique key that holds what no key may, or is too long, is replaced by its digest.
+    A group or unique key that the type makes of the arguments is the same whether a default is
+    given or left out. One that holds what no key may, or is too long, is replaced by its digest.
     """
     own, default, declared = options or JobOptions(), defaults or JobDefaults(), kind.options
-    values: dict[str, Any] = msgspec.json.decode(arguments)
+    values: dict[str, Any] = {**_default_arguments(kind), **msgspec.json.decode(arguments)}
     queue = own.queue or declared.queue
     timeout = own.timeout_s or declared.timeout_s or default.timeout
     unique = own.unique or ""
@@ -90,6 +91,18 @@ def fields_depend_on_arguments(kind: ManifestType, options: JobOptions) -> bool:
     arguments are."""
     group = kind.options.group if options.group is None else ""
     return "{" in group or bool(kind.options.unique_for_s and not options.unique)
+
+
+def _default_arguments(kind: ManifestType) -> dict[str, Any]:
+    """Returns the defaults that the type's schema names; a runner writes those that make keys."""
+    properties = kind.arguments_schema.get("properties")
+    if not isinstance(properties, dict):
+        return {}
+    return {
+        name: about["default"]
+        for name, about in properties.items()
+        if isinstance(about, dict) and "default" in about
+    }
 
 
 def _group(template: str, values: dict[str, Any]) -> str:

@@ -175,7 +175,7 @@ class SentJob(Generic[R]):
         return self._producer._run(api_calls.wait(self.id, timeout))
 
     def result(self, timeout: float | None = None) -> R:
-        """Wait like `wait`, and return what the job returned.
+        """Wait like `wait`, and return what the job returned, as the function's annotation says.
 
         Raises `JobFailed`, `JobCancelled`, `ResultExpired`, `JobNotEnded`.
         """

@@ -73,6 +73,13 @@ class _TooManySteps(Exception):
 def check_schema(schema: dict[str, Any]) -> None:
     """Raise `SchemaRefused` with a sentence for a schema
     that `ArgumentsValidator` does not accept."""
+    try:
+        _check_whole(schema)
+    except RecursionError:
+        raise SchemaRefused("The schema is nested too deeply to be checked.") from None
+
+
+def _check_whole(schema: dict[str, Any]) -> None:
     if schema.get("type", "object") != "object" and "$ref" not in schema:
         raise SchemaRefused("The arguments of a job are an object; the schema says something else.")
     references: set[str] = set()

@@ -10,7 +10,7 @@ version take it.
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -18,14 +18,14 @@ from typing import Any
 import msgspec
 import structlog
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
-from sqlalchemy import ForeignKey, Index, String, func, select, text
+from redis.exceptions import RedisError, ResponseError
+from sqlalchemy import ForeignKey, Index, String, delete, func, select, text
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
 from infra.berth_jobs.manifest import BadManifest, JobManifest, ManifestType, read_manifest
-from infra.database.engine import Database
+from infra.database.engine import Database, DatabaseUnavailable
 from infra.database.models import Base
 from infra.jobs.applications import ApplicationDirectory
 from infra.jobs.arguments import ArgumentsValidator, SchemaRefused
@@ -39,7 +39,8 @@ from worker_runtime.protocol.errors import BerthError, InvalidSignature
 REFRESH_INTERVAL_S = 2.0
 #: Versions of one type that are kept in the list.
 MAX_VERSIONS = 20
-#: Types of one application that PostgreSQL keeps, all versions counted.
+#: Types of one application that PostgreSQL keeps, all versions counted: those that are in Valkey,
+#: and the newest others.
 MAX_ROWS = 5_000
 
 log = structlog.get_logger()
@@ -124,6 +125,10 @@ class TypeRegistry:
         #: announcement.
         self._known: dict[str, dict[str, float]] = {}
         self._validators: dict[tuple[str, int], tuple[ManifestType, ArgumentsValidator | None]] = {}
+        #: Digests of manifests of which types were left out, by application.
+        self._incomplete: dict[str, set[str]] = {}
+        #: Applications and types that could not be read at the last look; each is logged once.
+        self._unreadable: set[str] = set()
 
     async def types(
         self, max_age_s: float = REFRESH_INTERVAL_S
@@ -141,6 +146,13 @@ class TypeRegistry:
         """
         await self.applications.require(wire.application_of(name))
         versions = (await self.types()).get(name) or (await self.types(max_age_s=0.2)).get(name)
+        application = wire.application_of(name)
+        if not versions and self._incomplete.get(application):
+            raise JobTypeUnknown(
+                f"{name} is unknown, perhaps because the application {application} has more than "
+                f"{MAX_ROWS} job types, all versions counted: types that came later were left out. "
+                "Stop runners of old versions and restart a runner that has the type."
+            )
         if not versions:
             raise JobTypeUnknown(
                 f"No runner has announced the job type {name}. Start a runner that has it, or "
@@ -170,22 +182,41 @@ class TypeRegistry:
 
     async def _load(self) -> _Loaded:
         began = time.monotonic()
-        applications = await self.applications.load()
-        runners: dict[str, int] = {}
-        live: dict[str, int] | None = runners
-        try:
-            for name in applications:
-                await self._copy_manifests(name)
-                runners |= await count_runners(self._client, name)
-        except (RedisError, OSError):
-            live = None
+        unreadable: dict[str, Exception] = {}
+        live = await self._live_runners(await self.applications.load(), unreadable)
         rows = await self._database.read(_list_rows)
         types: dict[str, list[TypeVersion]] = {}
         for row in rows:
-            versions = types.setdefault(row.name, [])
-            if len(versions) < MAX_VERSIONS:
-                versions.append(self._version(row, live))
+            versions = types.get(row.name, [])
+            if len(versions) == MAX_VERSIONS:
+                continue
+            try:
+                versions.append(self._version(row, live.get(row.application)))
+            except Exception as error:  # a type that cannot be read harms no other one
+                unreadable[wire.queued_type(row.name, row.version)] = error
+                continue
+            types[row.name] = versions
+        for name in unreadable.keys() - self._unreadable:
+            log.error("job_types_not_read", subject=name, reason=_reason(unreadable[name]))
+        self._unreadable = set(unreadable)
         return _Loaded(began, types)
+
+    async def _live_runners(
+        self, applications: Iterable[str], unreadable: dict[str, Exception]
+    ) -> dict[str, dict[str, int]]:
+        """Copies what runners have announced, and returns for each application how many runners
+        take each type. Leaves out applications whose runners are not known: those in `unreadable`,
+        and all while Valkey is away."""
+        live: dict[str, dict[str, int]] = {}
+        for name in applications:
+            try:
+                await self._copy_manifests(name)
+                live[name] = await count_runners(self._client, name)
+            except ResponseError as error:  # its own login may write anything under its keys
+                unreadable[name] = error
+            except (RedisError, OSError):
+                return {}
+        return live
 
     def _version(self, row: JobTypeRow, live: Mapping[str, int] | None) -> TypeVersion:
         kind = msgspec.convert(row.definition, ManifestType)
@@ -215,11 +246,14 @@ class TypeRegistry:
             self._client.zrange(job_keys.announced(tag), 0, wire.MAX_MANIFESTS * 2, withscores=True)
         )
         known = self._known.setdefault(application, {})
+        incomplete = self._incomplete.setdefault(application, set())
         fresh = {
             text_of(digest): score
             for digest, score in announced
             if known.get(text_of(digest)) != score
         }
+        present = {text_of(digest) for digest, _ in announced}
+        current = await self._announced_types(tag, present) if fresh else set()
         for digest, at in sorted(fresh.items(), key=lambda pair: pair[1]):
             entry = await reply_of(self._client.hget(job_keys.manifests(tag), digest))
             try:
@@ -227,40 +261,77 @@ class TypeRegistry:
                 manifest = read_manifest(body)
                 if manifest.application != application:
                     raise InvalidSignature(f"a manifest of {application}")
-            except (BerthError, BadManifest) as error:
-                reason = error.detail if isinstance(error, BerthError) else str(error)
-                log.error("job_manifest_refused", application=application, reason=reason[:300])
-                known[digest] = at
-                continue
-            await self._database.write(record_manifest, manifest)
+                incomplete.discard(digest)
+                if not await self._database.write(record_manifest, manifest, current):
+                    incomplete.add(digest)
+            except DatabaseUnavailable:
+                raise  # it is recorded at the next look
+            except Exception as error:  # whatever a runner announces harms no other application
+                log.error("job_manifest_refused", application=application, reason=_reason(error))
             known[digest] = at
-        present = {text_of(digest) for digest, _ in announced}
+        incomplete &= present
         for digest in known.keys() - present:
             del known[digest]
 
+    async def _announced_types(self, tag: str, digests: Iterable[str]) -> set[str]:
+        """Return the types of these manifests, as the queue knows them."""
+        async with self._client.pipeline(transaction=False) as pipe:
+            for digest in digests:
+                pipe.smembers(job_keys.announced_types(tag, digest))
+            return {text_of(name) for names in await pipe.execute() for name in names}
 
-async def record_manifest(session: AsyncSession, manifest: JobManifest) -> None:
-    """Write the types of a manifest.
+
+def _reason(error: Exception) -> str:
+    """Return why a manifest or a type cannot be used, for the log."""
+    if isinstance(error, BerthError):
+        return error.detail[:300]
+    if isinstance(error, BadManifest):
+        return str(error)[:300]
+    return f"{type(error).__name__}: {error}"[:300]
+
+
+async def record_manifest(
+    session: AsyncSession, manifest: JobManifest, announced: Container[str]
+) -> bool:
+    """Write the types of a manifest. Returns False if there was no room for all of them.
+
+    `announced`: types, as the queue knows them, of all manifests in Valkey. Where there is no room,
+    the type that was announced longest ago, and is none of these, makes some.
 
     Does not write their limits and rates: each runner declares those in Valkey when it registers
     (`declare.lua`). The settings in PostgreSQL are what operators have set.
     """
     rows = {(row.name, row.version): row for row in await _rows_of(session, manifest.application)}
+    number_of_rows, is_complete = len(rows), True
+    outdated = [
+        key
+        for key, _ in sorted(rows.items(), key=lambda pair: pair[1].announced_at, reverse=True)
+        if wire.queued_type(*key) not in announced
+    ]
     for kind in manifest.types:
         definition = msgspec.to_builtins(kind)
         before = rows.get((kind.name, kind.version))
-        if before is None and len(rows) >= MAX_ROWS:
-            log.error("job_types_not_kept", application=manifest.application, most=MAX_ROWS)
-            break
+        if before is None and number_of_rows >= MAX_ROWS:
+            if not outdated:
+                is_complete = False
+                continue
+            name, number = outdated.pop()
+            await session.execute(
+                delete(JobTypeRow).where(JobTypeRow.name == name, JobTypeRow.version == number)
+            )
+            number_of_rows -= 1
         refusal = ""
         try:
             ArgumentsValidator(kind.arguments_schema)
         except SchemaRefused as error:
             refusal = error.detail
+        package, version = kind.package, kind.package_version
+        if not package:
+            package, version = manifest.package, manifest.package_version
         values = {
             "application": manifest.application,
-            "package": manifest.package,
-            "package_version": manifest.package_version,
+            "package": package,
+            "package_version": version,
             "definition": definition,
             "refusal": refusal,
             "announced_at": func.clock_timestamp(),
@@ -269,10 +340,12 @@ async def record_manifest(session: AsyncSession, manifest: JobManifest) -> None:
         await session.execute(
             row.on_conflict_do_update(index_elements=["name", "version"], set_=values)
         )
+        number_of_rows += before is None
         if before is None or before.definition.get("options") != definition.get("options"):
-            log.info(
-                "job_type_announced", type=kind.name, version=kind.version, package=manifest.package
-            )
+            log.info("job_type_announced", type=kind.name, version=kind.version, package=package)
+    if not is_complete:
+        log.error("job_types_not_kept", application=manifest.application, most=MAX_ROWS)
+    return is_complete
 
 
 async def count_runners(client: Redis, application: str) -> dict[str, int]:

@@ -251,6 +251,24 @@ async def test_without_postgresql_nothing_counts_as_over(calling: ServedApi) -> 
     assert await jobs(client) == told, "what was away for a moment does not alert"
 
 
+async def test_a_condition_that_cannot_be_read_silences_no_other_one_and_no_error(
+    calling: ServedApi,
+) -> None:
+    client, services = calling.services.valkey, calling.services
+
+    async def broken(page: MetricsPage) -> None:
+        page.add("berth_valkey_save_failed", 1)
+        raise RecursionError
+
+    await report(client, "api|e", "e in api")
+    alerts = OperatorAlerts(client, services.kept_jobs, services.settings, broken, no_host)
+    await alerts.look()
+    bodies = (await jobs(client)).values()
+    assert len(bodies) == 2
+    assert all("e in api (1 since" in body for body in bodies)
+    assert all("could not write to its disk" in body for body in bodies)
+
+
 async def test_what_nobody_sent_before_its_death_is_sent_by_the_next(calling: ServedApi) -> None:
     client, alerts = calling.services.valkey, calling.services.alerts
     await report(client, "api|e", "e in api")

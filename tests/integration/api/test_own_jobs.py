@@ -17,7 +17,9 @@ from redis.exceptions import AuthenticationError
 from sqlalchemy import text
 
 from activities.maintenance.kept_jobs import KeptJobSweeper
-from infra.jobs.applications import add_application, rotate_application
+from api.fleet.alerts import OperatorAlerts
+from infra.jobs.applications import ApplicationDirectory, add_application, rotate_application
+from infra.jobs.registry import MAX_ROWS, TypeRegistry
 from infra.settings import Settings
 from infra.valkey.client import connect_valkey
 from infra.valkey.job_login import job_fleet_url
@@ -31,9 +33,11 @@ from tests.support.jobs.keeper import NotingStarter
 from tests.support.systems.api import ServedApi, make_key, operator, running_api
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.jobs.protocol import manifest as wire
 from worker_runtime.jobs.protocol.messages import (
     Job,
 )
+from worker_runtime.protocol import keys
 
 SCHEMA = {
     "type": "object",
@@ -54,6 +58,14 @@ def manifest(version: int = 1, schema: Any = SCHEMA, **options: Any) -> bytes:
         "summary": "Resize an image.",
     }
     return msgspec.json.encode(body)
+
+
+def nested_schema(levels: int) -> dict[str, Any]:
+    """Returns the schema of an argument that is nested this deep."""
+    part: dict[str, Any] = {}
+    for _ in range(levels - 2):
+        part = {"not": part}
+    return {"type": "object", "properties": {"a": part}}
 
 
 @pytest.fixture
@@ -224,6 +236,116 @@ async def test_a_schema_with_parts_that_the_api_cannot_bound_is_refused_with_a_s
     assert "A $ref in a job's schema is" in refused.json()["detail"]
     [version] = (await producer.get("/job-types/shop/jobs.resize")).json()["versions"]
     assert version["refusal"].startswith("A $ref")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"summary": "Splits a text at \0."},
+        {"arguments_schema": {"type": "object", "properties": {"a": {"enum": ["\0", ","]}}}},
+        {"arguments_schema": nested_schema(300)},
+    ],
+    ids=["summary", "schema", "depth"],
+)
+async def test_a_manifest_that_cannot_be_stored_harms_no_other_application_and_no_alert(
+    shop: ServedApi, producer: httpx.AsyncClient, runner: HandRunner, changes: dict[str, Any]
+) -> None:
+    services = shop.services
+    async with services.database.session() as session:
+        await add_application(session, "bank", "a test")
+    bank = HandRunner(shop.settings, "bank", "bank")
+    broken = msgspec.json.decode(make_manifest("jobs.split", application="bank"))
+    broken["types"][0] |= changes
+    bank.publish(msgspec.json.encode(broken))
+    runner.announce(manifest())
+    assert (await producer.post("/jobs", json=resize(job_id="s-1"))).status_code == 202
+    assert (await producer.get("/jobs/s-1")).status_code == 200
+    types = (await producer.get("/job-types")).json()["types"]
+    assert [kind["type"] for kind in types] == ["shop/jobs.resize"]
+    async with shop.client(shop.admin_key) as admin:
+        for path in ("/job-limits", "/metrics"):
+            assert (await admin.get(path)).status_code == 200
+    told = shop.settings.model_copy(update={"alert_mails": ("ops@example.com",)})
+    await services.valkey.xadd(keys.ERRORS, {"key": "api|x", "text": "x failed", "count": 1})
+    alerts = OperatorAlerts(
+        services.valkey, services.kept_jobs, told, services.write_metrics, services.write_host
+    )
+    await alerts.look()
+    assert await services.valkey.keys(job_keys.job(job_keys.FLEET_TAG, "alert-*"))
+    # The next manifest of the application itself is taken, too.
+    bank.announce(make_manifest("jobs.split", application="bank"))
+    await asyncio.sleep(2.1)  # the API looks every 2 s
+    assert (await producer.get("/job-types/bank/jobs.split")).status_code == 200
+    bank.client.close()
+
+
+async def test_what_postgresql_refuses_of_an_application_is_left_out(
+    shop: ServedApi, runner: HandRunner
+) -> None:
+    """Its row is gone while its runner announces, its keys hold something else, or a release to
+    come has written a type that this one cannot read."""
+    services = shop.services
+    for name in ("bank", "club"):
+        async with services.database.session() as session:
+            await add_application(session, name, "a test")
+    directory = ApplicationDirectory(services.database, services.message_secrets)
+    registry = TypeRegistry(services.database, services.valkey, services.message_secrets, directory)
+    await directory.load()
+    bank = HandRunner(shop.settings, "bank", "bank")
+    bank.announce(make_manifest("jobs.split", application="bank"))
+    await services.valkey.set(job_keys.announced(job_keys.application_tag("club")), "no set")
+    runner.announce(manifest(), manifest(version=2))
+    async with services.database.session() as session:
+        await session.execute(text("delete from job_applications where name = 'bank'"))
+    types = await registry.types()
+    assert {name: [row.runners for row in versions] for name, versions in types.items()} == {
+        "shop/jobs.resize": [1, 1]
+    }
+    async with services.database.session() as session:
+        await session.execute(
+            text("update job_types set definition = '{\"name\": 7}' where version = 2")
+        )
+    types = await registry.types(max_age_s=0)
+    assert [row.kind.version for row in types["shop/jobs.resize"]] == [1]
+    bank.client.close()
+
+
+_OLD_TYPES = """
+insert into job_types
+select 'shop/old.' || number, 1, 'shop', 'p', '1',
+  jsonb_build_object('name', 'shop/old.1', 'arguments_schema', jsonb_build_object()),
+  'too old', now() - number * interval '1 minute'
+from generate_series(1, cast(:number as integer)) number
+on conflict do nothing
+"""
+
+
+async def test_types_that_nobody_announces_any_more_make_room_for_new_ones(
+    shop: ServedApi, producer: httpx.AsyncClient, runner: HandRunner
+) -> None:
+    async def fill() -> None:
+        async with shop.services.database.session() as session:
+            await session.execute(text(_OLD_TYPES), {"number": MAX_ROWS})
+
+    async def count() -> int:
+        async with shop.services.database.session() as session:
+            return await session.scalar(text("select count(*) from job_types")) or 0
+
+    await fill()
+    runner.announce(manifest())
+    assert (await producer.post("/jobs", json=resize())).status_code == 202
+    assert await count() == MAX_ROWS
+    # All of them are of manifests in Valkey, so there is no room.
+    await fill()
+    of_manifest = job_keys.announced_types(SHOP_TAG, wire.digest_of(manifest()))
+    names = [f"shop/old.{number}@1" for number in range(1, MAX_ROWS + 1)]
+    await shop.services.valkey.sadd(of_manifest, *names)
+    runner.announce(manifest(), make_manifest("jobs.send"))
+    await asyncio.sleep(2.1)  # the API looks every 2 s
+    unknown = await producer.post("/jobs", json={"type": "shop/jobs.send", "args": {}})
+    assert unknown.json()["code"] == "JOB_TYPE_UNKNOWN"
+    assert "the application shop has more than 5000 job types" in unknown.json()["detail"]
+    assert (await producer.post("/jobs", json=resize())).status_code == 202
 
 
 async def test_a_batch_is_enqueued_in_its_order_whole_or_not_at_all(

@@ -48,7 +48,9 @@ class ScriptedProducerApi:
         result."""
         transport = httpx.MockTransport(self._handle)
         if not self.is_async:
-            with Producer(URL, KEY, transport=transport, retry_for=self.retry_for) as producer:
+            with Producer(
+                URL, KEY, application="shop", transport=transport, retry_for=self.retry_for
+            ) as producer:
                 value: Any = producer
                 for step in steps:
                     value = step(value)
@@ -56,7 +58,7 @@ class ScriptedProducerApi:
 
         async def run() -> Any:
             async with AsyncProducer(
-                URL, KEY, transport=transport, retry_for=self.retry_for
+                URL, KEY, application="shop", transport=transport, retry_for=self.retry_for
             ) as producer:
                 value: Any = producer
                 for step in steps:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -26,13 +27,20 @@ from worker_runtime.protocol.messages import Failure
 
 
 def make_manifest(
-    *names: str, package: str = "shop-jobs", application: str = "shop", version: int = 1
+    *names: str,
+    package: str = "shop-jobs",
+    application: str = "shop",
+    version: int = 1,
+    packages: Mapping[str, str] | None = None,
 ) -> bytes:
+    """Returns a manifest of these types. `packages`: a type → its package, where that is another
+    one."""
     types = [
         {
             "name": f"{application}/{name}",
             "version": version,
             "arguments_schema": {"type": "object"},
+            "package": (packages or {}).get(name, ""),
         }
         for name in names
     ]
@@ -49,19 +57,25 @@ SHOP_TAG = job_keys.application_tag("shop")
 
 
 class HandRunner:
-    """A runner of the application `shop` whose jobs a test takes and ends by hand."""
+    """A runner of an application whose jobs a test takes and ends by hand."""
 
-    def __init__(self, settings: Settings, name: str = "hand") -> None:
-        self.keys = MessageSecretFile(settings.message_key_file).job_keys(SHOP_TAG)
+    def __init__(self, settings: Settings, name: str = "hand", application: str = "shop") -> None:
+        self.application = application
+        tag = job_keys.application_tag(application)
+        self.keys = MessageSecretFile(settings.message_key_file).job_keys(tag)
         self.client = Valkey(settings.valkey_url, timeout=25)
-        self.queue = JobQueue(self.client, RunnerIdentity(f"{name}-1", name, "n"), SHOP_TAG)
+        self.queue = JobQueue(self.client, RunnerIdentity(f"{name}-1", name, "n"), tag)
         self.queue.join()
 
-    def announce(self, *manifests: bytes) -> None:
+    def publish(self, *manifests: bytes) -> None:
+        """Announces manifests that no runner would have made."""
         reply = self.client.run(
-            *wire.publish(self.queue.identity.runner_id, manifests, self.keys, "shop")
+            *wire.publish(self.queue.identity.runner_id, manifests, self.keys, self.application)
         )
         assert wire.check_reply(reply)
+
+    def announce(self, *manifests: bytes) -> None:
+        self.publish(*manifests)
         for body in manifests:
             self.queue.declare(declared_settings(read_manifest(body)))
 

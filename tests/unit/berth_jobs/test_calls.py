@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from pydantic import BaseModel
 
 from infra.berth_jobs import job
 from infra.berth_jobs.api_calls import EnqueueOptions
@@ -14,6 +15,7 @@ from infra.berth_jobs.declaration import JobFunction
 from infra.berth_jobs.direct import _JobTemplate, _Signer
 from infra.berth_jobs.manifest import describe_type
 from infra.berth_jobs.options import fields_depend_on_arguments, job_fields
+from infra.jobs.arguments import ArgumentsValidator
 from worker_runtime.protocol.authentication import MessageKey, sign_payload
 
 
@@ -30,6 +32,21 @@ def grouped(first: int) -> None:
 @job(name="jobs.unique", unique_for=60)
 def unique(first: int) -> None:
     """Its unique key depends on its arguments."""
+
+
+class Size(BaseModel):
+    width: int = 7
+
+
+@job(name="jobs.defaults", group="shop-{shop}-{size}", unique_for=60)
+def defaults(
+    number: int,
+    shop: str = "x",
+    size: Size = Size(),  # noqa: B008 - a job may have it
+    tags: list[str] = ["a"],  # noqa: B006
+    separator: str = "\0",
+) -> None:
+    """Its group and unique key depend on arguments that may be left out."""
 
 
 @job(name="jobs.fixed", group="all")
@@ -99,6 +116,42 @@ def test_fields_that_depend_on_arguments_are_known(
     )
     assert fields_depend_on_arguments(kind, options) == depends
     assert depends or first == second
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((1, "x"), {}),
+        ((1,), {"size": Size()}),
+        ((1,), {"tags": ["a"]}),
+        ((1, "x"), {"size": Size(width=7), "tags": ["a"]}),
+    ],
+)
+def test_a_default_that_is_given_or_left_out_is_the_same_group_and_the_same_job(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    kind = describe_type("shop", defaults.type)
+    left_out = job_fields(kind, defaults.type.encode_arguments(1))
+    given = job_fields(kind, defaults.type.encode_arguments(*args, **kwargs))
+    assert (given["group"], given["unique"]) == (left_out["group"], left_out["unique"])
+    assert bytes(left_out["args"]) == b'{"number":1}'  # nothing is sent that was left out
+    other = job_fields(kind, defaults.type.encode_arguments(1, "y"))
+    assert other["group"] != left_out["group"]
+    assert other["unique"] != left_out["unique"]
+
+
+def test_a_manifest_names_only_the_defaults_that_make_keys() -> None:
+    assert "default" not in repr(describe_type("shop", mixed.type).arguments_schema)
+    properties = describe_type("shop", defaults.type).arguments_schema["properties"]
+    named = {name: about["default"] for name, about in properties.items() if "default" in about}
+    assert named == {"shop": "x", "size": {"width": 7}, "tags": ["a"]}
+    ArgumentsValidator(describe_type("shop", defaults.type).arguments_schema)
+
+
+def test_a_manifest_of_a_release_without_defaults_makes_keys_of_what_is_given() -> None:
+    kind = describe_type("shop", defaults.type)
+    before = msgspec.structs.replace(kind, arguments_schema={"type": "object"})
+    assert job_fields(before, b'{"number":1}')["group"] == "shop-null-null"
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
+from pydantic import BaseModel
 
-from infra.berth_jobs import api_calls, errors, send
+from infra.berth_jobs import api_calls, errors, job, send
 from infra.berth_jobs.connections import (
     KEY_FILE_VARIABLE,
     KEY_VARIABLE,
@@ -22,6 +24,48 @@ from infra.berth_jobs.connections import (
 )
 from infra.berth_jobs.send import Producer
 from tests.support.clients.scripted_api import KEY, URL, ScriptedProducerApi, job_view
+
+AT = datetime(2026, 11, 27, 1, tzinfo=UTC)
+
+
+class Receipt(BaseModel):
+    total: int
+    at: datetime | None = None
+
+
+class Size(msgspec.Struct):
+    width: int
+    receipt: Receipt | None = None
+
+
+@job(name="send.model")
+def give_model() -> Receipt:
+    return Receipt(total=1)
+
+
+@job(name="send.models")
+async def give_models() -> list[Receipt]:
+    return []
+
+
+@job(name="send.numbers")
+def give_numbers() -> dict[int, Receipt]:
+    return {}
+
+
+@job(name="send.time")
+def give_time() -> datetime:
+    return datetime.now(UTC)
+
+
+@job(name="send.struct")
+def give_struct() -> Size | None:
+    return None
+
+
+@job(name="send.either")
+def give_either() -> Receipt | Size:
+    return Size(1)
 
 
 def resize(producer: Any) -> Any:
@@ -260,6 +304,36 @@ def test_a_result_is_waited_for_past_an_api_that_is_away(api: ScriptedProducerAp
     assert api.run(resize, lambda sent: sent.result(timeout=20)) == {"width": 200}
     waits = [request.url.params["wait"] for request in api.requests[1:]]
     assert all(float(wait) <= 20 for wait in waits)
+
+
+@pytest.mark.parametrize(
+    ("function", "value", "result"),
+    [
+        (give_model, {"total": 3, "at": "2026-11-27T01:00:00Z"}, Receipt(total=3, at=AT)),
+        (give_models, [{"total": 3}], [Receipt(total=3)]),
+        (give_numbers, {"7": {"total": 3}}, {7: Receipt(total=3)}),
+        (give_time, "2026-11-27T01:00:00Z", AT),
+        (give_struct, {"width": 2, "receipt": {"total": 3}}, Size(2, Receipt(total=3))),
+        (give_struct, None, None),
+        (give_either, {"width": 2}, {"width": 2}),  # JSON does not say which of the two
+    ],
+)
+def test_a_result_comes_back_as_the_annotated_type(
+    api: ScriptedProducerApi, function: Any, value: Any, result: Any
+) -> None:
+    api.answer(job_view(), 202)
+    api.answer(job_view("done", value=value))
+    steps = operator.methodcaller("enqueue", function), operator.methodcaller("result", 20)
+    assert api.run(*steps) == result
+
+
+def test_a_result_that_does_not_fit_the_annotated_type_is_refused(
+    api: ScriptedProducerApi,
+) -> None:
+    api.answer(job_view(), 202)
+    api.answer(job_view("done", value={"total": "many"}))
+    with pytest.raises(errors.UnexpectedAnswer, match="something else than declared"):
+        api.run(lambda producer: producer.enqueue(give_model), lambda sent: sent.result(timeout=20))
 
 
 def test_a_wait_that_is_over_says_where_the_job_is(api: ScriptedProducerApi) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from pydantic import BaseModel
 
 from infra.berth_jobs import RetryLater, context, errors, job, send, testing
 from infra.berth_jobs.manifest import BadManifest, build_manifest
@@ -47,6 +48,15 @@ async def add(first: int, second: int) -> int:
 @job(name="testing.fail")
 def fail(reason: str) -> None:
     raise RetryLater(reason)
+
+
+class Receipt(BaseModel):
+    total: int
+
+
+@job(name="testing.receipts")
+def make_receipts(total: int) -> dict[int, list[Receipt]]:
+    return {total: [Receipt(total=total)]}
 
 
 @job(name="testing.outer")
@@ -120,6 +130,11 @@ def test_inline_jobs_run_once_each_with_a_context_and_their_own_secrets() -> Non
         with pytest.raises(errors.JobIdReused):
             producer.enqueue(resize, "b.png")
     assert len(runner.jobs) == 1
+
+
+def test_an_inline_result_comes_back_as_the_annotated_type() -> None:
+    with testing.run_inline():
+        assert send.enqueue(make_receipts, 3).result() == {3: [Receipt(total=3)]}
 
 
 def test_async_jobs_run_inline_with_and_without_a_loop() -> None:

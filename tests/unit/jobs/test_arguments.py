@@ -27,6 +27,13 @@ def of(schema: Any) -> dict[str, Any]:
     return {"type": "object", "properties": {"a": schema}}
 
 
+def nested(levels: int) -> dict[str, Any]:
+    part: dict[str, Any] = {}
+    for _ in range(levels):
+        part = {"not": part}
+    return part
+
+
 class Address(msgspec.Struct, forbid_unknown_fields=True):
     city: str
     lines: list[str] = []
@@ -65,6 +72,8 @@ def test_schemas_of_msgspec_are_taken_with_their_recursion() -> None:
         of({"type": "no-such-type"}),
         {"$id": "https://example.com", "type": "object"},
         {"type": "array"},
+        of(nested(200)),
+        of(nested(900)),
     ],
 )
 def test_a_schema_with_parts_that_reach_out_or_have_no_bound_is_refused(

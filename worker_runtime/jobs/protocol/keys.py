@@ -27,7 +27,8 @@ an application's. The scripts build the same names from the key of the settings 
 | jobs:{tag}:doorbell | list | until rung | wakes an idle runner of all queues |
 | jobs:{tag}:doorbell:<queue> | list | until rung | wakes an idle runner of this queue |
 | jobs:{tag}:manifests | hash | of live runners, and the newest 50 | digest → a signed list of job types |
-| jobs:{tag}:packages | hash | as long as its manifest | digest → the package that declares the types |
+| jobs:{tag}:packages | hash | as long as its manifest | digest → the package of the first type |
+| jobs:{tag}:packages:<digest> | hash | as long as its manifest | type → the package that declares it |
 | jobs:{tag}:announced | zset | as long as its manifest | digest → Unix µs of its last announcement |
 | jobs:{tag}:types:<digest> | set | as long as its manifest | the names of its job types |
 | jobs:{tag}:handlers | zset | until its handler is enqueued | failed job with a handler → Unix ms |

@@ -43,6 +43,8 @@ class PackageConflict(BerthError, code="JOB_TYPE_OF_ANOTHER_PACKAGE", status=409
 class _AnnouncedType(msgspec.Struct, frozen=True):
     name: Annotated[str, msgspec.Meta(max_length=160)]
     version: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] = 1
+    #: Empty: that of its manifest.
+    package: Annotated[str, msgspec.Meta(max_length=200)] = ""
 
 
 class _Announcement(msgspec.Struct, frozen=True):
@@ -103,7 +105,8 @@ def publish(
                 raise MalformedMessage(
                     f"{kind.name} is no job type of the application {application}"
                 )
-            args += [kind.name, queued_type(kind.name, kind.version)]
+            package = kind.package or announced.package
+            args += [kind.name, queued_type(kind.name, kind.version), package]
     return QueueCall(
         job_scripts.PUBLISH, [job_keys.meta(job_keys.application_tag(application))], args
     )

@@ -8,6 +8,8 @@ import signal
 import time
 from pathlib import Path
 
+import msgspec
+
 from tests.support.jobs.application import KEYS, NAME, PACKAGES, TAG, Application
 from tests.support.jobs.runners import RunnerProcess
 from tests.support.systems.processes import alive
@@ -143,6 +145,26 @@ def test_a_folder_that_the_jobs_user_cannot_read_ends_the_runner_with_a_sentence
     assert runner.wait() == ExitCode.BAD_CONFIG
     [line] = runner.logged("job_types_unusable")
     assert f"cannot read the folder {closed}/packages" in line["reason"]
+
+
+def test_a_runner_without_a_secret_that_a_type_names_says_so_at_its_start(
+    shop: Application,
+) -> None:
+    own = OwnTypesConfig(application=NAME, modules=("shop_jobs",), path=(PACKAGES,))
+    config = RunnerConfig(name="poor", valkey_url=shop.url, message_keys=KEYS, tag=TAG, own=own)
+    runner = RunnerProcess(shop.folder, config, "worker_runtime.jobs", shop.before)
+    shop.runners.append(runner)
+    assert runner.wait() == ExitCode.BAD_CONFIG
+    [line] = runner.logged("job_types_unusable")
+    assert line["code"] == "JOB_SECRET_MISSING"
+    assert "shop/shop_jobs.charge names the secret STRIPE_KEY" in line["reason"]
+    # A runner of other queues than the type's needs no such secret.
+    mails = msgspec.structs.replace(config, name="mails", queues=("emails",))
+    runner = RunnerProcess(shop.folder, mails, "worker_runtime.jobs", shop.before)
+    shop.runners.append(runner)
+    eventually(lambda: runner.logged("job_runner_registered"), "a registered runner")
+    runner.send(signal.SIGTERM)
+    assert runner.wait() == 0
 
 
 def children_of(pid: int) -> list[int]:

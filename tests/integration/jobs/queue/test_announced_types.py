@@ -101,6 +101,52 @@ def test_two_packages_with_the_same_type_are_refused_until_the_other_has_left(
         announce(harness, third, make_manifest("a", package="x"), make_manifest("a", package="y"))
 
 
+def test_each_type_counts_for_the_package_of_its_own_function(harness: QueueHarness) -> None:
+    """Both packages import `common` first."""
+    ours = make_manifest("notify", "resize", package="common", packages={"resize": "shop-a"})
+    first = a_runner(harness, "first", ours)
+    second = a_runner(harness, "second")
+    with pytest.raises(
+        wire.PackageConflict, match="shop/resize of shop-b is also declared by shop-a"
+    ):
+        announce(
+            harness,
+            second,
+            make_manifest("notify", "resize", package="common", packages={"resize": "shop-b"}),
+        )
+    # Another package comes before the others: the types are those of the same packages as before.
+    assert announce(
+        harness,
+        second,
+        make_manifest(
+            "count",
+            "notify",
+            "resize",
+            package="analytics",
+            packages={"notify": "common", "resize": "shop-a"},
+        ),
+    )
+    first.sign_off()
+    enqueue(harness, "1", "resize")
+    assert claimed(second) == ["1"]
+
+
+def test_a_runner_of_an_earlier_release_names_one_package_for_all_of_its_types(
+    harness: QueueHarness,
+) -> None:
+    earlier = make_manifest("notify", "resize", package="common")
+    a_runner(harness, "first", earlier)
+    of_types = f"{job_keys.meta(TAG).removesuffix('meta')}packages:{wire.digest_of(earlier)}"
+    assert harness.client.execute("DEL", of_types) == 1  # it writes no such key
+    second = a_runner(harness, "second")
+    with pytest.raises(wire.PackageConflict, match="shop/resize of shop-b is also declared by com"):
+        announce(harness, second, make_manifest("resize", package="shop-b"))
+    # The same code in this release: it says more of its types.
+    packages = {"resize": "shop-a", "notify": "common"}
+    newer = make_manifest("notify", "resize", package="common", packages=packages)
+    assert announce(harness, second, newer)
+
+
 def test_a_runner_that_is_not_registered_announces_nothing(harness: QueueHarness) -> None:
     queue = a_runner(harness, "first")
     queue.sign_off()
@@ -118,6 +164,9 @@ def test_old_manifests_go_and_those_of_live_runners_stay(harness: QueueHarness) 
     assert wire.digest_of(make_manifest("send")) not in digests
     assert len(digests) == wire.MAX_MANIFESTS + 1
     assert harness.client.execute("ZCARD", job_keys.announced(TAG)) == len(digests)
+    for kind in ("types", "packages"):
+        of_manifests = job_keys.meta(TAG).removesuffix("meta") + f"{kind}:*"
+        assert len(harness.client.execute("KEYS", of_manifests)) == len(digests)
     enqueue(harness, "1", "resize")
     assert claimed(first) == ["1"]
 

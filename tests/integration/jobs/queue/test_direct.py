@@ -191,10 +191,35 @@ def test_a_repeat_and_a_second_unique_job_enqueue_nothing(
     client: redis.Redis, producer: DirectProducer
 ) -> None:
     first = producer.with_options(job_id="one").enqueue(once, "a")
-    assert producer.with_options(job_id="one").enqueue(once, "a") == first == ("one", "")
+    again = producer.with_options(job_id="one").enqueue(once, "a")
+    assert (first, again) == (("one", "", True), ("one", "", False))
     second = producer.enqueue(once, "a")
-    assert second.duplicate_of == "one"
+    assert (second.duplicate_of, second.is_new) == ("one", False)
     assert client.exists(job_keys.job(TAG, second.id)) == 0
+
+
+def test_another_job_under_a_known_id_is_refused_until_the_job_has_ended(
+    client: redis.Redis, producer: DirectProducer, key_file: Path, valkey_server: ValkeyServer
+) -> None:
+    mine = producer.with_options(job_id="mine")
+    mine.enqueue(count, "a", visits=2)
+    for other in (
+        mine.call(count, "b", visits=2),
+        mine.call(once, "a"),
+        mine.with_options(priority=9).call(count, "a", visits=2),
+    ):
+        with pytest.raises(errors.JobIdReused, match="another job was enqueued as mine"):
+            producer.enqueue_many([producer.call(count, "c"), other])
+    # The same job again, later and with the keys after a rotation.
+    assert mine.enqueue_in(5, count, "a", visits=2) == ("mine", "", False)
+    key_file.write_bytes(msgspec.json.encode([(1003, b"n" * 32), *KEYS]))
+    with DirectProducer(
+        valkey_server.url, key_file, application="shop", use_login=False
+    ) as rotated:
+        sent = rotated.with_options(job_id="mine").enqueue(count, "a", visits=2)
+    assert not sent.is_new
+    client.rename(job_keys.job(TAG, "mine"), job_keys.result(TAG, "mine"))  # it has ended
+    assert mine.enqueue(count, "b") == ("mine", "", False)
 
 
 def test_jobs_are_enqueued_once_each_past_a_restart_of_valkey(
