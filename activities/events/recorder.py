@@ -24,9 +24,10 @@ from infra.database.orders import attention, recording
 from infra.database.trading import reconciliations
 from infra.database.workers import sessions as worker_sessions
 from infra.database.workers import timeline
-from infra.process_metrics import REFUSED
+from infra.process_metrics import REFUSED, count_claim_failure
 from infra.tracing import Traces
 from worker_runtime.protocol.authentication import RefusalCounter
+from worker_runtime.protocol.errors import BrokerVersionRefused
 from worker_runtime.protocol.messages import (
     AccountReported,
     Event,
@@ -119,9 +120,17 @@ class Recorder:
 
     async def _record_worker(self, session: AsyncSession, event: WorkerEvent) -> None:
         failed = event.kind in (WorkerEventKind.FAILED, WorkerEventKind.SESSION_REPLACED)
+        ids = {"user_id": event.user_id, "worker_id": event.worker_id}
         if failed and self._failed.add(f"{event.kind}:{event.worker_id}"):
-            ids = {"user_id": event.user_id, "worker_id": event.worker_id}
             log.error("worker_failed", kind=str(event.kind), said=event.detail[:200], **ids)
+        codes = [login.code for login in event.logins if login.code]
+        if event.kind == WorkerEventKind.DEGRADED:
+            for code in codes:
+                count_claim_failure(code)
+        # One line a minute for all workers, which the same installation runs.
+        code = BrokerVersionRefused.code
+        if code in codes and self._failed.add(code):
+            log.error("broker_version_refused", code=code, **ids)
         await record_logins(session, event.user_id, event.epoch, event.at_ms, event.logins)
         if event.kind not in (WorkerEventKind.CONNECTED, WorkerEventKind.CLOSED):
             return

@@ -138,9 +138,9 @@ class Broker(Protocol):
     and `OutcomeUnknown` for everything after an order, a cancel or a change may have left this
     process without a clear answer.
 
-    A broker that wants no call for a while asks for a pause: raise `LoginLimited` or
-    `BrokerMaintenance` with its seconds as `retry_after`. The record's `cool_down_s` is the
-    shortest pause.
+    A broker that wants no call for a while asks for a pause: raise `LoginLimited`,
+    `BrokerMaintenance` or, where the call may have had its effect, `OutcomeUnknown` with its
+    seconds as `retry_after`. The record's `cool_down_s` is the shortest pause.
     """
 
     def login(self, credentials: Credentials, timeout: float) -> None: ...

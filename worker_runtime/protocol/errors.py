@@ -32,8 +32,8 @@ class BerthError(Exception):
 
     def __init__(self, detail: str = "", *, retry_after: float | None = None) -> None:
         """Takes `retry_after`, the seconds after which the same call may succeed, where that is
-        known. An adapter that raises `LoginLimited` or `BrokerMaintenance` with it reports a pause:
-        the seconds for which the broker wants no call."""
+        known. An adapter that raises `LoginLimited`, `BrokerMaintenance` or `OutcomeUnknown` with
+        it reports a pause: the seconds for which the broker wants no call."""
         self.detail = detail or self.title()
         self.retry_after = retry_after
         super().__init__(self.detail)

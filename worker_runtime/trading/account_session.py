@@ -27,7 +27,7 @@ MAX_PAUSE_S = 960.0
 _BROKER_AWAY = (errors.BrokerUnreachable, errors.LoginLimited, errors.LeaseLost, errors.Fenced)
 
 #: Errors with which a broker asks for a pause.
-_PAUSE_ERRORS = (errors.LoginLimited, errors.BrokerMaintenance)
+PAUSE_ERRORS = (errors.LoginLimited, errors.BrokerMaintenance, errors.OutcomeUnknown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +87,6 @@ class AccountSession:
         self.login_backoff = Backoff(login_pause, 60.0)
         #: Pauses that the broker asked for in a row, by refusing a login.
         self.pauses = 0
-        #: End of the pause that the broker asked for, in CLOCK_MONOTONIC seconds: until then this
-        #: account makes no call.
-        self.paused_until = 0.0
         #: Tries to list the orders of a live session.
         self.listing_backoff = Backoff(0.2, 5.0)
         #: Whether the positions were read since the login: only then are the books compared.
@@ -152,9 +149,11 @@ class AccountSession:
             self.books_awaited = False
             self.differs_since = time.monotonic_ns() if blocks else 0
 
-    def listing_failed(self, code: str) -> None:
+    def listing_failed(self, code: str, pause: float = 0.0) -> None:
+        """Notes the code of a listing's error. `pause`: seconds for which the broker wants no
+        call."""
         self.listing_error = code
-        (self.positions_backoff if self.listed else self.listing_backoff).failed()
+        (self.positions_backoff if self.listed else self.listing_backoff).failed(pause)
 
     def failing_for(self) -> float:
         """Returns the seconds since the first of the latest logins in a row to which the broker
@@ -240,7 +239,7 @@ def apply_min_pause(key: ConnectionKey, error: errors.BerthError) -> None:
     """Extends the pause that a broker has asked for (the `retry_after` of its error) to the minimum
     of its record (`cool_down_s`)."""
     plugin = installed_brokers().get(key.broker)
-    if plugin is not None and error.retry_after and isinstance(error, _PAUSE_ERRORS):
+    if plugin is not None and error.retry_after and isinstance(error, PAUSE_ERRORS):
         error.retry_after = max(error.retry_after, plugin.record.limits.cool_down_s)
 
 

@@ -44,6 +44,7 @@ _NO_EFFECT_ERRORS = (
     BrokerMaintenance,
 )
 #: Errors after which the session is still good; another login would only use up the login limit.
+#: After `BrokerMaintenance` a ping has to show whether it is.
 _SESSION_KEEPING_ERRORS = (OrderRejected, RateLimited)
 
 #: Seconds between two checks of the switch.
@@ -79,6 +80,10 @@ class BrokerCalls:
     def session(self, account_id: str) -> AccountSession:
         """Returns the session object of an account that was loaded (`load`), connected or not."""
         return self.broker_sessions.session(account_id)
+
+    def note_pause(self, account_id: str, error: BerthError) -> None:
+        """Takes the pause for which the broker may ask with this error of a call."""
+        self.broker_sessions.note_pause(self.session(account_id).account, error)
 
     def call_timeout(self, item: QueueItem) -> float:
         """Returns the seconds that a broker call may take now.
@@ -136,16 +141,22 @@ class BrokerCalls:
         had none.
         """
         timeout = self.call_timeout(item)
+        session = self.session(account_id)
         try:
             with self.shared_state.busy(timeout), self._timed():
                 return call(timeout)
         except _NO_EFFECT_ERRORS as error:
-            if not isinstance(error, _SESSION_KEEPING_ERRORS):
-                self.broker_sessions.drop(self.session(account_id), error.code)
+            self.note_pause(account_id, error)
+            if isinstance(error, BrokerMaintenance):
+                session.suspect = True
+            elif not isinstance(error, _SESSION_KEEPING_ERRORS):
+                self.broker_sessions.drop(session, error.code)
             raise
         except Exception as error:  # a timeout, a lost connection, a fault in the adapter
-            self.session(account_id).suspect = True
+            session.suspect = True
             if isinstance(error, OutcomeUnknown):
+                self.note_pause(account_id, error)
+                error.retry_after = None  # after the pause, too, nobody may send it again
                 raise
             if not isinstance(error, BerthError):
                 self.log.crash("broker_call_crashed", error)
@@ -166,14 +177,16 @@ class BrokerCalls:
         """
         self.spend_budget(account_id, CallKind.QUERY, item)
         timeout = self.call_timeout(item)
+        session = self.session(account_id)
         try:
             with self.shared_state.busy(timeout), self._timed():
                 return call(timeout)
         except BerthError as error:
+            self.note_pause(account_id, error)
             if not isinstance(error, RateLimited):  # a ping would be one call more
-                self.session(account_id).suspect = True
+                session.suspect = True
             raise
         except Exception as error:  # a fault in the adapter
-            self.session(account_id).suspect = True
+            session.suspect = True
             self.log.crash("broker_call_crashed", error)
             raise BrokerUnreachable(f"the call ended with {type(error).__name__}") from None

@@ -23,8 +23,14 @@ from worker_runtime.protocol.errors import (
     LoginRejected,
     RateLimited,
     UnknownAccount,
+    from_code,
 )
-from worker_runtime.trading.account_session import AccountSession, OpenedAccount, apply_min_pause
+from worker_runtime.trading.account_session import (
+    PAUSE_ERRORS,
+    AccountSession,
+    OpenedAccount,
+    apply_min_pause,
+)
 from worker_runtime.trading.health import HealthMonitor
 from worker_runtime.trading.login_attempts import LoginAttempts
 from worker_runtime.trading.rate_limiter import CallKind, SharedRateLimiter, WaitLimit
@@ -54,6 +60,9 @@ class BrokerSessions:
     login_pause: float
     log: Log
     _account_sessions: dict[str, AccountSession] = field(default_factory=dict, init=False)
+    #: CLOCK_MONOTONIC seconds until which a person makes no call, by the name under which their
+    #: calls are counted.
+    _paused_until: dict[str, float] = field(default_factory=dict, init=False)
 
     @property
     def loaded(self) -> bool:
@@ -126,7 +135,7 @@ class BrokerSessions:
             any_login = True
             if session.broker is None:
                 self.rate_limiter.release_connections([session.account])
-                self._note_pause(session.account, session.error)
+                self.note_pause(session.account, session.error)
             self._show_open()
         return any_login
 
@@ -142,8 +151,10 @@ class BrokerSessions:
         if session.refused is not None:
             raise session.refused
         if session.limited and session.error is not None:
-            raise LoginLimited(
-                session.error.detail, retry_after=session.login_backoff.seconds_until_due()
+            raise from_code(
+                session.error.code,
+                session.error.detail,
+                retry_after=session.login_backoff.seconds_until_due(),
             )
         until = time.monotonic() + timeout
         try:
@@ -182,14 +193,17 @@ class BrokerSessions:
 
         Waits up to `timeout` for room within the broker's limits, and then up to `at_most` for a
         login. If another account has a session, waits only for a login that has just begun, and
-        fails at once if the last login failed. Raises `UnknownAccount`, `LeaseLost`, `RateLimited`
-        or the login's error; no order has been sent then.
+        fails at once if the last login failed. Raises `UnknownAccount`, `LeaseLost`, `RateLimited`,
+        `BrokerMaintenance` in a pause that the broker has asked for, or the login's error; no order
+        has been sent then.
         """
         session = self._account_sessions.get(account_id)
         if session is None:
             raise UnknownAccount
         until = time.monotonic() + timeout
         self.drop_if_ended(session)
+        if session.broker is not None:
+            self._check_pause(session.account)
         if session.suspect:
             self.ping(session, until - time.monotonic())
         others = [
@@ -245,13 +259,11 @@ class BrokerSessions:
 
     def ping(self, session: AccountSession, timeout: float) -> None:
         """Checks a session; closes it if it is dead. Raises `RateLimited` if no query may be made
-        in time, and `BrokerMaintenance` while the broker has asked for a pause: the session is
-        kept."""
+        in time, and `BrokerMaintenance` while the broker wants a pause: the session is kept."""
         if session.broker is None or min(timeout, self.lease.usable()) <= 0:
             return
         until = time.monotonic() + timeout
-        if (pause := session.paused_until - time.monotonic()) > 0:
-            raise BrokerMaintenance("the broker asked for a pause", retry_after=pause)
+        self._check_pause(session.account)
         self.rate_limiter.spend(session.account, CallKind.QUERY, self._wait_limit(timeout))
         limit = min(until - time.monotonic(), PING_TIMEOUT_S, self.lease.usable())
         if limit <= 0:
@@ -261,10 +273,8 @@ class BrokerSessions:
                 session.broker.ping(limit)
         except Exception as error:  # whatever it is, the session cannot be trusted
             if isinstance(error, BrokerMaintenance) and error.retry_after:
-                apply_min_pause(session.account.key, error)
                 # Another login would be one call more, and each may extend the pause.
-                session.paused_until = time.monotonic() + error.retry_after
-                self._note_pause(session.account, error)
+                self.note_pause(session.account, error)
                 raise
             self.drop(session, type(error).__name__)
             return
@@ -354,21 +364,34 @@ class BrokerSessions:
                 return self.attempts.open(account, limit)
         except BerthError as error:
             self.rate_limiter.release_connections([account])
-            self._note_pause(account, error)
+            self.note_pause(account, error)
             raise
 
-    def _note_pause(self, account: OpenedAccount, error: BerthError | None) -> None:
-        """Passes on a pause that the broker asks for, so that no other account of the person and no
-        successor of this worker logs in meanwhile. A refused SDK version does not concern the
-        person, so it is not noted."""
-        asks = isinstance(error, LoginLimited | BrokerMaintenance)
-        if (
-            error is not None
-            and error.retry_after
-            and asks
-            and not isinstance(error, BrokerVersionRefused)
-        ):
-            self.rate_limiter.note_pause(account, error.retry_after)
+    def note_pause(self, account: OpenedAccount, error: BerthError | None) -> None:
+        """Takes a pause for which the broker asks with this error of a call: until its end no
+        account of the person makes a call, in no worker, and no successor of this one logs in. A
+        refused SDK version does not concern the person, so it is not noted."""
+        if not isinstance(error, PAUSE_ERRORS) or isinstance(error, BrokerVersionRefused):
+            return
+        if not error.retry_after:
+            return
+        apply_min_pause(account.key, error)
+        pause = max(error.retry_after, self.rate_limiter.note_pause(account, error.retry_after))
+        until = time.monotonic() + pause
+        for name in account.budgets:
+            self._paused_until[name] = max(until, self._paused_until.get(name, 0.0))
+
+    def _pause_left(self, account: OpenedAccount) -> float:
+        """Returns the seconds for which the broker wants no call of the account's person."""
+        until = max((self._paused_until.get(name, 0.0) for name in account.budgets), default=0.0)
+        return max(0.0, until - time.monotonic())
+
+    def _check_pause(self, account: OpenedAccount) -> None:
+        """Raises `BrokerMaintenance` while the broker wants no call of the account's person."""
+        if (pause := self._pause_left(account)) > 0:
+            raise BrokerMaintenance(
+                "The broker has asked for a pause. Nothing was sent.", retry_after=pause
+            )
 
     def _reserve(self, account: OpenedAccount, timeout: float, wait: float) -> float:
         """Takes the room for one login, after at most `wait`; returns the seconds it may take."""
@@ -377,6 +400,8 @@ class BrokerSessions:
             raise LeaseLost
         if timeout <= 0:
             raise BrokerUnreachable("no time was left to connect")
+        if (pause := self._pause_left(account)) > 0:
+            raise LoginLimited("the broker has asked for a pause", retry_after=pause)
         self.rate_limiter.connect(account, self._wait_limit(wait))
         limit = min(until - time.monotonic(), self.lease.usable())
         if limit <= 0:
@@ -389,8 +414,8 @@ class BrokerSessions:
 
     def _await_listing(self, session: AccountSession, until: float, at_most: float) -> None:
         """Tries for `at_most` seconds, besides the wait for room, until the orders are listed.
-        Raises `BrokerUnreachable` after that, and `RateLimited` at once if there is no room in
-        time."""
+        Raises `BrokerUnreachable` after that, and at once `RateLimited` if there is no room in
+        time, and `BrokerMaintenance` if the broker wants a pause."""
         last_try = min(until, time.monotonic() + at_most)
         while session.broker is not None and not session.listed:
             seconds_left = last_try - time.monotonic()
@@ -405,7 +430,7 @@ class BrokerSessions:
             if session.suspect:
                 self.ping(session, until - time.monotonic())
             error = self.relist(session, until - time.monotonic())
-            if isinstance(error, RateLimited):
+            if isinstance(error, RateLimited) or (error and self._pause_left(session.account)):
                 raise error
 
     def _list(self, session: AccountSession, timeout: float) -> BerthError | None:
@@ -415,12 +440,13 @@ class BrokerSessions:
             return None
         until = time.monotonic() + timeout
         try:
+            self._check_pause(session.account)
             self.rate_limiter.spend(
                 session.account, CallKind.QUERY, self._wait_limit(timeout), cost=2
             )
         except BerthError as error:
             self.log.warning("listing_postponed", account=session.name, code=error.code)
-            session.listing_failed(error.code)
+            session.listing_failed(error.code, self._pause_left(session.account))
             return error
         limit = min(until - time.monotonic(), LISTING_TIMEOUT_S, self.lease.usable())
         if limit <= 0:  # the wait for room took all of it
@@ -431,9 +457,11 @@ class BrokerSessions:
         except Exception as error:  # an adapter's fault must not end the session
             code = error.code if isinstance(error, BerthError) else type(error).__name__
             self.log.warning("listing_failed", account=session.name, code=code)
-            session.listing_failed(code)
+            known = error if isinstance(error, BerthError) else None
+            self.note_pause(session.account, known)
+            session.listing_failed(code, self._pause_left(session.account))
             session.suspect = not isinstance(error, RateLimited)  # a ping would be one call more
-            return error if isinstance(error, BerthError) else None
+            return known
         session.listing_succeeded(positions_known)
         return None
 

@@ -242,6 +242,7 @@ class InstrumentReader:
             raise _loading()
         if load.error is not None:
             self._load = None  # the next request tries again
+            self._broker_calls.note_pause(request.account_id, load.error)
             if isinstance(load.error, BrokerUnreachable | SessionDown):
                 self._broker_calls.session(request.account_id).suspect = True
             raise load.error

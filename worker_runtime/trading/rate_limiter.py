@@ -216,20 +216,25 @@ class SharedRateLimiter:
             self.release_connections([account])
             raise
 
-    def note_pause(self, account: OpenedAccount, first_pause_s: float) -> None:
-        """Blocks logins of the account's person for a while, as the broker has asked. Never
-        raises."""
+    def note_pause(self, account: OpenedAccount, first_pause_s: float) -> float:
+        """Blocks calls and logins of the account's person for a while, as the broker has asked.
+        Returns the seconds of the pause, which grows while it comes again. Never raises."""
         arguments = [
             _ms(first_pause_s),
             _ms(max(MAX_PAUSE_S, first_pause_s)),
             _ms(_PAUSES_GROW_WITHIN_S),
         ]
+        pause_s = first_pause_s
         for owner in self._person(account):
             try:
-                self._client.run(NOTE_PAUSE, [keys.budget(owner.name, "since")], arguments)
+                left_ms = self._client.run(
+                    NOTE_PAUSE, [keys.budget(owner.name, "since")], arguments
+                )
             except ValkeyFailed as error:
                 self._log.warning("suspension_not_noted", code=error.code, reason=error.detail)
-                return
+                break
+            pause_s = max(pause_s, left_ms / 1000)
+        return pause_s
 
     def release_connections(self, accounts: Iterable[OpenedAccount]) -> None:
         """Frees the connections of ended broker sessions. Never raises: a lease ends by itself."""

@@ -16,7 +16,7 @@ from worker_runtime.process.clock import wall_ms
 from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import SharedState
 from worker_runtime.protocol.broker_reports import BrokerOrder, Position
-from worker_runtime.protocol.errors import BerthError
+from worker_runtime.protocol.errors import BerthError, BrokerMaintenance
 from worker_runtime.protocol.installed_brokers import installed_brokers
 from worker_runtime.protocol.messages import AccountReported, encode
 from worker_runtime.protocol.requests import AccountReport, QueryAccount, encode_report
@@ -42,18 +42,21 @@ class AccountReconciler:
     def reconcile(self, key: ConnectionKey, broker: Broker, timeout: float) -> bool:
         """Lists the account once within `timeout` seconds and reports it. Raises the broker's error
         if the orders cannot be listed; without the positions the report is not complete. Returns
-        whether they are known."""
+        whether they are known. Raises `BrokerMaintenance` after the report if they were refused
+        so."""
         until = time.monotonic() + timeout
         taken_at = wall_ms()
         listing = broker.orders(timeout)
         unmatched = self.tracker.reconcile_list(key, listing.orders)
         positions: list[Position] = []
         positions_known = True
+        maintenance: BrokerMaintenance | None = None
         try:
             positions = broker.positions(max(0.0, until - time.monotonic()))
         except BerthError as error:
             self.log.warning("positions_unknown", account=key.account_id, code=error.code)
             positions_known = False
+            maintenance = error if isinstance(error, BrokerMaintenance) else None
         kept = newest_within(unmatched)
         report = build_report(
             key.account_id,
@@ -74,6 +77,8 @@ class AccountReconciler:
                 report=encode_report(report),
             )
         )
+        if maintenance is not None:
+            raise maintenance
         return positions_known
 
 

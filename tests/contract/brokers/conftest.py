@@ -32,16 +32,17 @@ def paper(exchange: ExchangeServer) -> PaperStage:
         "fake",
         "paper",
         pytest.param("shioaji", marks=pytest.mark.needs("shioaji")),
+        pytest.param("shioaji's futures", marks=pytest.mark.needs("shioaji")),
         pytest.param("shioaji in the lab", marks=pytest.mark.needs("shioaji")),
     ]
 )
 def stage(request: pytest.FixtureRequest) -> BrokerStage:
     if request.param == "fake":
         return FakeStage()
-    if request.param == "shioaji":
+    if request.param in ("shioaji", "shioaji's futures"):
         from tests.support.brokers.shioaji_market import ShioajiMarketStage  # imports the SDK
 
-        return ShioajiMarketStage()
+        return ShioajiMarketStage(kind="stock" if request.param == "shioaji" else "futures")
     if request.param == "shioaji in the lab":
         from tests.support.brokers.shioaji_lab import ShioajiLabStage
 

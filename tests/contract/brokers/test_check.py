@@ -172,8 +172,8 @@ def test_it_says_when_the_certificate_expires(days: int, outcome: CheckOutcome) 
 
 
 def test_it_finds_a_certificate_that_has_expired() -> None:
-    login = check(stage_of(certificate_days=-1))["login"]
-    assert (login.outcome, "certificate has expired" in login.detail) == (FAILED, True)
+    step = check(stage_of(certificate_days=-1))["certificate"]
+    assert (step.outcome, "certificate has expired" in step.detail) == (FAILED, True)
 
 
 def test_a_simulation_confirms_itself_only_and_warns_of_what_it_cannot_show() -> None:

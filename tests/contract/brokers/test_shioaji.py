@@ -211,7 +211,7 @@ def test_the_sixth_connection_and_a_ban_are_limits_and_not_rejections(
         setting.login()
 
 
-def test_a_login_that_hangs_ends_in_time_and_logs_out_when_it_comes_through(
+def test_237_a_login_that_hangs_ends_in_time_and_logs_out_when_it_comes_through(
     setting: ShioajiStage,
 ) -> None:
     release = threading.Event()

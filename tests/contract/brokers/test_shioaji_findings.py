@@ -6,6 +6,8 @@ The letters are those of docs/reference/brokers.md, which says what is known of 
 from __future__ import annotations
 
 import inspect
+import threading
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -16,6 +18,7 @@ import pytest
 
 from infra.berth_testing.harness import HeardOrders, order, until
 from tests.support.brokers.shioaji_client import (
+    KEYS,
     REAL,
     WITH_CERTIFICATE,
     ShioajiStage,
@@ -30,19 +33,28 @@ from tests.support.brokers.shioaji_reports import (
 )
 from tests.support.commands import ROOT
 from worker_runtime.brokers.shioaji import mapping, sdk
+from worker_runtime.brokers.shioaji.broker import ShioajiBroker
+from worker_runtime.brokers.shioaji.probe import ShioajiProbe
 from worker_runtime.brokers.shioaji.reported_orders import ReportedOrders
 from worker_runtime.protocol.errors import (
+    BerthError,
     BrokerClockRefused,
     BrokerMaintenance,
     BrokerUnreachable,
     BrokerVersionRefused,
+    CertificateExpired,
     LoginLimited,
-    LoginRejected,
     OrderRejected,
+    OutcomeUnknown,
     QuantityChangeUnconfirmed,
     SessionDown,
 )
-from worker_runtime.protocol.messages import OrderState, PriceType, TimeInForce
+from worker_runtime.protocol.messages import (
+    FINAL_ORDER_STATES,
+    OrderState,
+    PriceType,
+    TimeInForce,
+)
 from worker_runtime.protocol.order_terms import OrderCondition, OrderLot
 from worker_runtime.protocol.requests import ConfirmedQuantityChange, QuantityMeaning
 
@@ -119,6 +131,18 @@ def test_a_each_kind_of_lot_is_confirmed_by_itself(heard: HeardOrders) -> None:
     stock.login().replace(ID, 2, None, 20.0, known)
     futures.login().replace(ID, 2, None, 20.0, known)
     assert (quantities_sent(stock), quantities_sent(futures)) == ([2], [8])
+
+
+@pytest.mark.parametrize("lot", [None, "BlockTrade"])
+def test_a_a_row_that_does_not_name_its_lot_is_not_changed(
+    setting: ShioajiStage, lot: str | None
+) -> None:
+    broker = setting.login()
+    setting.client.does["list_trades"] = lambda: [make_trade(REAL, quantity=10, lot=lot)]
+    known = tuple(confirmed(QuantityMeaning.REDUCE_BY, kind) for kind in OrderLot)
+    with pytest.raises(QuantityChangeUnconfirmed, match="lot is not named"):
+        broker.replace(ID, 2, None, 20.0, known)
+    assert quantities_sent(setting) == []
 
 
 def test_a_a_partly_filled_order_is_not_changed_to_a_total_that_may_mean_the_rest(
@@ -213,6 +237,104 @@ def test_d_a_cancel_of_the_rest_leaves_a_partly_filled_order_cancelled(known: bo
     assert sum(fill.quantity for fill in change.order.fills) == 2
 
 
+@pytest.mark.parametrize("fills_first", [True, False])
+@pytest.mark.parametrize(
+    ("row", "state", "quantity"),
+    [
+        # The event says what stays: 5 were ordered and 3 taken off, 2 are filled.
+        (
+            {"status": "Filled", "cancel_quantity": 3, "order_quantity": 0},
+            OrderState.FILLED,
+            2,
+        ),
+        # It says something else: 1 was taken off, 2 lots work on.
+        (
+            {"status": "PartFilled", "cancel_quantity": 1, "order_quantity": 4},
+            OrderState.PART_FILLED,
+            4,
+        ),
+    ],
+)
+def test_d_a_reduction_that_an_event_reports_after_a_fill_ends_nothing(
+    fills_first: bool, row: dict[str, Any], state: OrderState, quantity: int
+) -> None:
+    book = ReportedOrders()
+    book.merge_trade(make_trade(REAL, quantity=5))
+    reduction = make_order_event("UpdateQty", event_id="u", order_quantity=2, cancel_quantity=1)
+    reduction["order"]["quantity"] = 2
+    events = [("SDEAL", make_deal_event("1")), ("SDEAL", make_deal_event("2"))]
+    events.insert(len(events) if fills_first else 0, ("SORDER", reduction))
+    for kind, event in events:
+        change = book.merge_event(kind, event)
+        assert change is not None
+        assert change.order.state not in FINAL_ORDER_STATES
+        # Whoever counts fills against the quantity must not take it for filled either.
+        assert change.order.quantity > sum(fill.quantity for fill in change.order.fills)
+    deals = [(number, 1, 17.0, 1673501631.6) for number in ("1", "2")]
+    listed = book.merge_trade(make_trade(REAL, quantity=5, deals=deals, **row))
+    assert (listed.state, listed.quantity) == (state, quantity)
+    assert sum(fill.quantity for fill in listed.fills) == 2
+
+
+def test_d_a_reduction_that_is_the_first_news_of_an_order_ends_nothing_with_its_fills() -> None:
+    book = ReportedOrders()
+    for sequence in ("1", "2"):
+        book.merge_event("SDEAL", make_deal_event(sequence))
+    event = make_order_event("UpdateQty", order_quantity=2)
+    event["order"]["quantity"] = 2
+    change = book.merge_event("SORDER", event)
+    assert change is not None
+    assert change.order.state is OrderState.PART_FILLED
+
+
+@pytest.mark.parametrize(
+    ("row", "state"),
+    [
+        ({"status": "PartFilled"}, OrderState.PART_FILLED),
+        # Nothing is left of the 3: 1 was taken off, 2 are filled.
+        ({"status": "Submitted", "cancel_quantity": 1}, OrderState.CANCELLED),
+        ({"status": "Cancelled", "cancel_quantity": 1}, OrderState.CANCELLED),
+    ],
+)
+def test_d_fills_that_a_row_counts_but_does_not_list_are_not_lost(
+    heard: HeardOrders, row: dict[str, Any], state: OrderState
+) -> None:
+    setting = ShioajiStage(heard, simulation=False)
+    broker = setting.login(WITH_CERTIFICATE)
+    deals = [("1", 1, 17.0, 1673501631.6), ("2", 1, 17.0, 1673501631.6)]
+    known: list[tuple[str, int, float, float]] = []
+    setting.client.does["list_trades"] = lambda: [
+        make_trade(REAL, quantity=3, deal_quantity=2, deals=known, **row)
+    ]
+    for listed in ([], deals[:1]):
+        known[:] = listed
+        listing = broker.orders(20.0)
+        [shown] = listing.orders
+        # An order that ended without its fills would keep what it has.
+        assert (shown.state, len(shown.fills)) == (OrderState.PART_FILLED, len(listed))
+        assert listing.behind is None
+    known[:] = deals
+    listing = broker.orders(20.0)
+    [shown] = listing.orders
+    assert (shown.state, len(shown.fills)) == (state, 2)
+    assert listing.behind is not None
+
+
+def test_d_a_filled_row_without_its_deals_is_filled_once_events_tell_them() -> None:
+    book = ReportedOrders()
+    row = make_trade(REAL, status="Filled", deal_quantity=3)
+    assert book.merge_trade(row).state is OrderState.PART_FILLED
+    changes = [book.merge_event("SDEAL", make_deal_event(str(number))) for number in range(3)]
+    states = [change.order.state for change in changes if change]
+    assert states == [OrderState.PART_FILLED, OrderState.PART_FILLED, OrderState.FILLED]
+    assert book.merge_trade(row).state is OrderState.FILLED
+
+
+def test_d_a_count_that_is_more_than_was_ordered_says_nothing() -> None:
+    listed = mapping.order_of(make_trade(REAL, quantity=3, deal_quantity=3000))
+    assert (listed.state, listed.quantity) == (OrderState.SUBMITTED, 3)
+
+
 # --- E: pauses ------------------------------------------------------------------------------------
 
 
@@ -245,27 +367,77 @@ def test_e_a_503_of_a_ping_says_nothing_against_the_session(setting: ShioajiStag
     assert broker.alive()
 
 
+def test_e_a_503_of_an_order_a_cancel_or_a_query_asks_for_a_pause_and_nothing_follows_it(
+    heard: HeardOrders,
+) -> None:
+    new_order = order(symbol="2890", price=Decimal(17))
+    calls: list[tuple[str, Callable[[ShioajiBroker], object], type[BerthError]]] = [
+        ("place_order", lambda broker: broker.place(new_order, 20.0), OutcomeUnknown),
+        ("cancel_order", lambda broker: broker.cancel(ID, 20.0), OutcomeUnknown),
+        ("update_status", lambda broker: broker.cancel("other", 20.0), BrokerMaintenance),
+        ("update_status", lambda broker: broker.orders(20.0), BrokerMaintenance),
+        ("list_positions", lambda broker: broker.positions(20.0), BrokerMaintenance),
+    ]
+    for name, call, error_type in calls:
+        setting = ShioajiStage(heard)
+        broker = setting.login()
+        setting.client.does[name] = fails("SystemMaintenance", "StatusCode: 503")
+        with pytest.raises(error_type) as caught:
+            call(broker)
+        assert (type(caught.value), caught.value.retry_after) == (error_type, 60)
+        sent = len(setting.client.calls)
+        with pytest.raises(BrokerMaintenance) as paused:
+            broker.ping(20.0)
+        assert paused.value.retry_after is not None
+        assert 50 < paused.value.retry_after <= 60
+        assert (len(setting.client.calls), broker.alive()) == (sent, True)
+
+
+def test_e_a_503_while_warrants_are_loaded_is_a_pause_and_sends_no_order(
+    setting: ShioajiStage,
+) -> None:
+    broker = setting.login()
+    setting.client.contracts.get = lambda code, security_type: None
+    setting.client.does["preload"] = fails("SystemMaintenance", "503")
+    with pytest.raises(BrokerMaintenance) as caught:
+        broker.place(order(symbol="030001", price=Decimal(1)), 20.0)
+    assert caught.value.retry_after == 60
+    assert "place_order" not in setting.client.names()
+
+
+def test_e_a_503_of_a_reference_price_sends_no_order_after_it(setting: ShioajiStage) -> None:
+    broker = setting.login()
+    setting.client.does["info"] = fails("SystemMaintenance", "503")
+    assert broker.reference_price("2890") is None
+    with pytest.raises(BrokerMaintenance):
+        broker.place(order(symbol="2890", price=Decimal(17)), 20.0)
+    assert "place_order" not in setting.client.names()
+
+
 # --- F: a time stamp that the broker finds too old ------------------------------------------------
-
-
-def test_f_a_login_with_a_stale_time_stamp_is_tried_once_more(setting: ShioajiStage) -> None:
-    answers = [REAL.BadRequestError("StatusCode: 400, Detail: Sign data is timeout"), None]
-
-    def log_in(*_: Any, **__: Any) -> Any:
-        if (error := answers.pop(0)) is not None:
-            raise error
-        return setting.client.accounts
-
-    setting.client.does["login"] = log_in
-    setting.login().ping(20.0)
-    assert setting.client.names().count("login") == 2
 
 
 def test_f_a_clock_that_is_off_is_said_and_not_taken_for_wrong_keys(setting: ShioajiStage) -> None:
     setting.client.does["login"] = fails("AuthError", "Sign data is timeout")
-    with pytest.raises(BrokerClockRefused, match="This host's clock"):
+    with pytest.raises(BrokerClockRefused, match="host's clock") as caught:
         setting.login()
-    assert setting.client.names().count("login") == 2
+    assert caught.value.retryable
+    assert setting.client.names().count("login") == 1  # the session counts the next one
+
+
+def test_f_no_second_login_is_sent_after_its_callers_time(setting: ShioajiStage) -> None:
+    release = threading.Event()
+
+    def log_in(*_: Any, **__: Any) -> Any:
+        assert release.wait(30)
+        raise REAL.BadRequestError("StatusCode: 400, Detail: Sign data is timeout")
+
+    setting.client.does["login"] = log_in
+    with pytest.raises(BrokerUnreachable):
+        setting.broker.login(KEYS, 0.2)
+    release.set()
+    until(lambda: "logout" in setting.client.names())
+    assert setting.client.names().count("login") == 1
 
 
 # --- G: the contract that was asked for -----------------------------------------------------------
@@ -404,21 +576,60 @@ def test_j_a_session_warns_of_a_certificate_that_expires_soon_and_once(
     assert capfd.readouterr().err.count("shioaji.certificate_expires") == warned
 
 
-def test_j_a_certificate_that_has_expired_refuses_the_login_and_the_next_order(
+@pytest.mark.parametrize(
+    ("activated", "end_is_known"), [(True, True), (False, True), (False, False)]
+)
+def test_j_with_an_expired_certificate_orders_are_refused_and_cancels_reach_the_broker(
+    heard: HeardOrders, activated: bool, end_is_known: bool
+) -> None:
+    setting = ShioajiStage(heard, simulation=False)
+    ends = datetime.now(UTC) - timedelta(days=1)
+    setting.client.does["get_ca_expiretime"] = (
+        (lambda _: ends) if end_is_known else fails("CaError")
+    )
+    if not activated:
+        setting.client.does["activate_ca"] = fails("CaExpiredError")
+    broker = setting.login(WITH_CERTIFICATE)
+    assert broker.certificate_ends_ms() == (int(ends.timestamp() * 1000) if end_is_known else 0)
+    assert len(broker.orders(20.0).orders) == 1
+    with pytest.raises(CertificateExpired):
+        broker.place(order(symbol="2890", price=Decimal(17)), 20.0)
+    with pytest.raises(CertificateExpired):
+        broker.replace(ID, None, Decimal(17), 20.0)
+    assert {"place_order", "update_order"}.isdisjoint(setting.client.names())
+    assert broker.cancel(ID, 20.0).state is OrderState.CANCELLED
+
+
+def test_j_a_certificate_that_expires_while_a_session_is_open_refuses_the_next_order(
     heard: HeardOrders,
 ) -> None:
-    expired = ShioajiStage(heard, simulation=False)
-    expired.client.does["get_ca_expiretime"] = lambda _: datetime.now(UTC) - timedelta(days=1)
-    with pytest.raises(LoginRejected, match="certificate has expired"):
-        expired.login(WITH_CERTIFICATE)
     soon = ShioajiStage(heard, simulation=False)
     ends = datetime.now(UTC) + timedelta(seconds=1)
     soon.client.does["get_ca_expiretime"] = lambda _: ends
     broker = soon.login(WITH_CERTIFICATE)
     until(lambda: datetime.now(UTC) > ends)
-    with pytest.raises(OrderRejected, match="certificate has expired"):
+    with pytest.raises(CertificateExpired, match="certificate has expired"):
         broker.place(order(symbol="2890", price=Decimal(17)), 20.0)
     assert "place_order" not in soon.client.names()
+
+
+def test_j_an_end_without_a_zone_refuses_nothing_before_its_latest_reading(
+    heard: HeardOrders, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The manual shows 15:59:59, which is the end of a day in Taipei if it is written in UTC."""
+    setting = ShioajiStage(heard, simulation=False)
+    ends = (datetime.now(UTC) + timedelta(hours=6)).replace(tzinfo=None, microsecond=0)
+    setting.client.does["get_ca_expiretime"] = lambda _: ends
+    broker = setting.login(WITH_CERTIFICATE)
+    broker.place(order(symbol="2890", price=Decimal(17)), 20.0)
+    assert broker.certificate_ends_ms() == ends.replace(tzinfo=UTC).timestamp() * 1000
+    assert 0 < ShioajiProbe(broker).certificate_days("") < 1
+    warned = ShioajiStage(heard, simulation=False)  # by the earlier reading: 7 days and 4 hours
+    ends = (datetime.now(UTC) + timedelta(days=7, hours=4)).replace(tzinfo=None)
+    warned.client.does["get_ca_expiretime"] = lambda _: ends
+    capfd.readouterr()
+    warned.login(WITH_CERTIFICATE)
+    assert '"days":6.8' in capfd.readouterr().err
 
 
 def test_j_an_end_of_the_certificate_that_the_sdk_does_not_say_holds_nothing_up(
@@ -439,14 +650,34 @@ def test_j_an_end_of_the_certificate_that_the_sdk_does_not_say_holds_nothing_up(
         "StatusCode: 451, Detail: anything else",
         "status 451",
         "(451)",
+        "[451] x",
         "Too Many Connections",
+        "{'status': {'status_code': 451}, 'response': {'detail': 'x'}}",
+        '{"status_code":451}',
+        "HTTP 451",
+        "HTTP/1.1 451 Unavailable",
+        "login: error code=451",
+        "status '451'",
     ],
 )
 def test_k_a_451_is_recognised_however_it_is_written(text: str) -> None:
     assert type(mapping.login_error(REAL.ServerError(text))) is LoginLimited
 
 
-@pytest.mark.parametrize("text", ["took 451.5 ms", "order a451", "port 4510", "v1.451"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "took 451.5 ms",
+        "order a451",
+        "port 4510",
+        "v1.451",
+        "Timeout after 451 ms",
+        "price 503 is off the tick",
+        "status 451.5",
+        "code 4510",
+        "barcode of 451",
+    ],
+)
 def test_k_other_numbers_are_no_status(text: str) -> None:
     assert type(mapping.login_error(REAL.ServerError(text))) is BrokerUnreachable
 
@@ -476,6 +707,38 @@ def test_19_contracts_that_are_missing_in_the_morning_refuse_the_order_unsent(
     assert "place_order" not in setting.client.names()
 
 
-def test_216_a_fill_of_yesterday_that_comes_back_as_pending_is_not_working() -> None:
+def test_216_a_row_without_number_and_deals_is_not_taken_for_working(setting: ShioajiStage) -> None:
+    """A futures order that was filled the day before, as the report shows it before the opening.
+    Our books have its fill, and an order on its way contradicts nothing there."""
+    row = make_trade(
+        REAL,
+        id="f7d867e1",
+        seqno="855089",
+        ordno="",
+        quantity=1,
+        status="PendingSubmit",
+        order_quantity=1,
+        deal_quantity=0,
+        cancel_quantity=0,
+        deals=[],
+    )
+    setting.client.does["list_trades"] = lambda: [row]
+    [listed] = setting.login().orders(20.0).orders
+    assert (listed.state, listed.fills) == (OrderState.SUBMITTING, [])
+    # A session that has seen the fill keeps it.
+    book = ReportedOrders()
+    filled = [("1", 1, 17.0, 1673501631.6)]
+    book.merge_trade(make_trade(REAL, id="f7d867e1", quantity=1, status="Filled", deals=filled))
+    assert book.merge_trade(row).state is OrderState.FILLED
+    # Nor does the broker cancel it.
+    setting.client.does["cancel_order"] = fails(
+        "BadRequestError",
+        "StatusCode: 400, Detail: Please run update_status first to get trade details.",
+    )
+    with pytest.raises(OrderRejected):
+        setting.broker.cancel("f7d867e1", 20.0)
+
+
+def test_216_a_row_that_has_its_fills_is_filled_whatever_its_status() -> None:
     row = make_trade(REAL, status="PendingSubmit", deals=[("1", 3, 17.0, 1673501631.6)])
     assert mapping.order_of(row).state is OrderState.FILLED

@@ -78,6 +78,7 @@ def test_what_the_stand_in_shows_has_only_fields_of_the_sdk() -> None:
         (shown.status.deals[0], REAL.Deal),
         (position, REAL.StockPosition),
         (client.account_balance(None, timeout=1), REAL.AccountBalance),
+        (client.margin(None, timeout=1), REAL.Margin),
         (client.usage(timeout=1), REAL.UsageOut),
         (client.trade_cache_health(None), REAL.TradeCacheHealth),
     ):

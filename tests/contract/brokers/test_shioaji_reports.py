@@ -5,6 +5,7 @@ Plain numbers are issues of Sinotrade/Shioaji, those with a P of Sinotrade/shioa
 
 from __future__ import annotations
 
+import threading
 from decimal import Decimal
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +13,12 @@ from typing import Any
 import pytest
 
 from infra.berth_testing.harness import HeardOrders, order, until
-from tests.support.brokers.shioaji_client import REAL, ShioajiStage, fails
+from tests.support.brokers.shioaji_client import KEYS, REAL, ShioajiStage, fails
 from tests.support.brokers.shioaji_reports import make_order_event, make_trade
+from worker_runtime.brokers.port import ConnectionKey
+from worker_runtime.brokers.shioaji.broker import ShioajiBroker
 from worker_runtime.brokers.shioaji.reported_orders import ReportedOrders
-from worker_runtime.protocol.errors import BrokerUnreachable, OutcomeUnknown
+from worker_runtime.protocol.errors import BrokerUnreachable, OrderRejected, OutcomeUnknown
 from worker_runtime.protocol.messages import OrderState
 from worker_runtime.protocol.order_terms import OrderLot
 
@@ -41,6 +44,52 @@ def test_230_a_login_whose_session_is_never_established_is_ended_and_tried_again
     assert caught.value.retryable
     until(lambda: "logout" in setting.client.names())
     assert not setting.broker.alive()
+
+
+def test_86_a_login_that_ends_with_an_empty_error_is_tried_again(setting: ShioajiStage) -> None:
+    """As it did when it took longer than the SDK waited."""
+
+    def log_in(*_: Any, **__: Any) -> Any:
+        raise Exception({})
+
+    setting.client.does["login"] = log_in
+    with pytest.raises(BrokerUnreachable) as caught:
+        setting.login()
+    assert caught.value.retryable
+
+
+def test_112_a_constructor_that_does_not_answer_ends_with_the_logins_time(
+    heard: HeardOrders,
+) -> None:
+    """It looks for its host's address for a minute when no name is resolved."""
+    release = threading.Event()
+    setting = ShioajiStage(heard)
+
+    def make(simulation: bool) -> Any:
+        assert release.wait(30)
+        return setting.client
+
+    sdk = SimpleNamespace(Shioaji=make, __version__=REAL.__version__)
+    broker = ShioajiBroker(ConnectionKey("shioaji", "stock", True, "111"), heard, lambda: sdk)
+    with pytest.raises(BrokerUnreachable):
+        broker.login(KEYS, 0.1)
+    release.set()
+    until(lambda: "logout" in setting.client.names())
+
+
+def test_88_a_cancel_that_the_broker_wants_a_status_for_has_changed_nothing(
+    setting: ShioajiStage,
+) -> None:
+    """Until 1.7.5 also for futures, 235."""
+    broker = setting.login()
+    setting.client.does["cancel_order"] = fails(
+        "BadRequestError",
+        "{'status': {'status_code': 400}, 'response': {'detail': 'Please run update_status first "
+        "to get trade details.'}}",
+    )
+    with pytest.raises(OrderRejected, match="update_status"):
+        broker.cancel(ID, 20.0)
+    assert broker.alive()
 
 
 def held(quantity: int) -> Any:

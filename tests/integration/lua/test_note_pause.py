@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.lua_calls import CONNECTION_KEYS, take_connection
+from tests.support.lua_calls import BUDGET_OWNER, CONNECTION_KEYS, take_connection
 from tests.support.lua_scripts import Scripts
-from worker_runtime.protocol.scripts import NOTE_PAUSE
+from worker_runtime.protocol import keys
+from worker_runtime.protocol.scripts import NOTE_PAUSE, SPEND_BUDGET
 
 FIRST, LONGEST, GROWS_WITHIN = 60_000, 960_000, 3_600_000
 
@@ -30,6 +31,22 @@ def test_nobody_takes_a_connection_during_a_pause(scripts: Scripts) -> None:
         assert (granted, FIRST - 5000 < wait <= FIRST) == (0, True)
     end_pause(scripts)
     assert take_connection(scripts, "u1/a", "w2")[0] == 1
+
+
+def test_no_worker_of_the_person_makes_a_call_during_a_pause(scripts: Scripts) -> None:
+    window = (1, 5000, 25, 0)  # one query; the span in ms, the limit, the reserve
+
+    def spend(call: str) -> list[Any]:
+        names = [CONNECTION_KEYS[0], keys.budget(BUDGET_OWNER, "queries")]
+        reply: list[Any] = scripts.run(SPEND_BUDGET, names, call, "", 1, 0, *window)
+        return reply
+
+    assert spend("w1:1:1")[0] == 1
+    note_pause(scripts)
+    granted, wait, _, _ = spend("w2:1:1")
+    assert (granted, FIRST - 5000 < wait <= FIRST) == (0, True)
+    end_pause(scripts)
+    assert spend("w2:1:1")[0] == 1
 
 
 def test_two_accounts_that_meet_the_same_pause_do_not_make_it_longer(scripts: Scripts) -> None:

@@ -23,8 +23,9 @@ class UnlimitedRateLimiter(SharedRateLimiter):
         #: Accounts and seconds of the pauses that brokers have asked for.
         self.pauses: list[tuple[str, float]] = []
 
-    def note_pause(self, account: OpenedAccount, first_pause_s: float) -> None:
+    def note_pause(self, account: OpenedAccount, first_pause_s: float) -> float:
         self.pauses.append((account.key.account_id, first_pause_s))
+        return first_pause_s
 
     def grant_is_fresh(self) -> bool:
         return True

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta, timezone
 from decimal import Decimal
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ from worker_runtime.brokers.port import ConnectionKey, OnOrderChanged
 from worker_runtime.brokers.shioaji import broker as adapter
 from worker_runtime.brokers.shioaji import mapping, sdk
 from worker_runtime.brokers.shioaji.broker import ShioajiBroker
-from worker_runtime.protocol.messages import OrderState
+from worker_runtime.protocol.messages import OrderState, TimeInForce
 from worker_runtime.protocol.order_terms import OrderLot
 from worker_runtime.protocol.requests import ConfirmedQuantityChange, QuantityMeaning
 
@@ -430,12 +430,10 @@ class MarketClient(BoundToSdk):
         ]
 
     def account_balance(self, account: Any, timeout: int) -> SimpleNamespace:
-        self._check()
-        money = 1_000_000.0
-        for row in self._own_rows():
-            sign = -1 if row.native.action.value == "Buy" else 1
-            money += sum(sign * quantity * price for _, quantity, price, _ in row.deals)
-        return SimpleNamespace(acc_balance=money)
+        return SimpleNamespace(acc_balance=self._money())
+
+    def margin(self, account: Any, timeout: int) -> SimpleNamespace:
+        return SimpleNamespace(today_balance=self._money(), available_margin=self._money())
 
     def set_order_callback(self, callback: Callable[[Any, Any], None]) -> None:
         self.callback = callback
@@ -458,6 +456,14 @@ class MarketClient(BoundToSdk):
         self.logout()
         if self.down is not None:
             self.down()
+
+    def _money(self) -> float:
+        self._check()
+        money = 1_000_000.0
+        for row in self._own_rows():
+            sign = -1 if row.native.action.value == "Buy" else 1
+            money += sum(sign * quantity * price for _, quantity, price, _ in row.deals)
+        return money
 
     def _own_rows(self) -> list[Row]:
         with self._market.lock:
@@ -506,6 +512,12 @@ class ShioajiMarketStage:
     ) -> None:
         self.market = ShioajiMarket(behaviour)
         self.facts = taiwan_facts(adapter, mapping, sdk)
+        if kind == "futures":  # whose market orders may not rest
+            self.facts = replace(
+                self.facts,
+                symbols=("TXFA6", "TXFB6", "TXFC6", "MXFA6", "MXFB6"),
+                market_time_in_force=TimeInForce.IOC,
+            )
         self.kind, self.simulation = kind, simulation
         #: What the suite's quantity changes are known to mean.
         self.confirmed = tuple(

@@ -11,7 +11,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import datetime, timedelta, timezone
+from datetime import datetime
 from decimal import Decimal
 from functools import cache
 from importlib import import_module
@@ -28,7 +28,7 @@ from worker_runtime.brokers.port import (
 from worker_runtime.brokers.shioaji import mapping, sdk
 from worker_runtime.brokers.shioaji.files import private_folder, session_files
 from worker_runtime.brokers.shioaji.instruments import has_prices_of, read_instruments
-from worker_runtime.brokers.shioaji.reported_orders import ReportedOrders
+from worker_runtime.brokers.shioaji.reported_orders import ReportedOrders, filled_quantity
 from worker_runtime.process.clock import clock_is_synchronised
 from worker_runtime.process.log import Log
 from worker_runtime.protocol.broker_reports import Balance, BrokerOrder, OrderChanged, Position
@@ -46,6 +46,7 @@ from worker_runtime.protocol.errors import (
     SessionDown,
 )
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES, Credentials, OrderState
+from worker_runtime.protocol.order_terms import OrderLot
 from worker_runtime.protocol.requests import ConfirmedQuantityChange, QuantityMeaning
 
 #: Characters; the SDK refuses shorter ones, but only after its constructor was on the network.
@@ -66,11 +67,6 @@ _ACCOUNT_CLASSES = {"stock": "Stock", "futures": "Future"}
 _CONNECTIONS_TO_WARN_AT = 4
 #: Days before a certificate's end at which a session warns.
 _CERTIFICATE_WARNING_DAYS = (30, 7, 1)
-_CERTIFICATE_EXPIRED = (
-    "The certificate has expired. Get a new one from the broker and store it with the credentials."
-)
-#: Of a time without a zone.
-_TAIPEI_ZONE = timezone(timedelta(seconds=_TAIPEI_OFFSET_S))
 #: Connections whose last token the broker refused: their next login asks for a new one.
 _refused_tokens: set[ConnectionKey] = set()
 
@@ -119,13 +115,18 @@ class ShioajiBroker:
         self._reported = ReportedOrders(lambda text: self._blank(text))
         self._api: Any = None
         self._account: Any = None
-        #: Unix seconds at which the active certificate expires.
-        self._certificate_ends = math.inf
+        #: Unix seconds at which the active certificate expires: the earliest, from which we warn,
+        #: and the latest that the SDK may mean, from which we refuse.
+        self._certificate_warning_end = self._certificate_ends = math.inf
+        #: Whether the SDK has refused to activate the certificate because it has expired.
+        self._certificate_refused = False
         #: The last of `_CERTIFICATE_WARNING_DAYS` that was logged.
         self._certificate_warned: int | None = None
         #: Whether the login has no other account of this type.
         self._is_only_account = False
         self._down: str | None = None
+        #: CLOCK_MONOTONIC seconds until which the broker wants no call.
+        self._paused_until = 0.0
         self._uses_files = False
         self._closing = threading.Lock()
 
@@ -161,7 +162,7 @@ class ShioajiBroker:
                 api.set_session_down_callback(self._session_down)
                 account = self._choose_account(accounts)
                 if not self._key.simulation:
-                    _activate_certificate(api, credentials)
+                    self._certificate_refused = not _activate_certificate(api, credentials)
                     self._read_certificate_end(api, credentials.person_id or account.person_id)
                 remaining_ms = max(1, int((deadline - time.monotonic()) * 1000))
                 api.contracts.preload(
@@ -190,42 +191,33 @@ class ShioajiBroker:
                     None: "cannot be checked",
                 }
                 refused = BrokerClockRefused(
-                    f"{refused.detail}: the broker found the login's time stamp too old, twice. "
-                    f"This host's clock {known[clock_is_synchronised()]}."
+                    f"{refused.detail}: the broker found the login's time stamp too old. This "
+                    f"host's clock {known[clock_is_synchronised()]}; a slow login is another cause."
                 )
             raise refused from None
 
     def _log_in(self, api: Any, credentials: Credentials) -> list[Any]:
-        """Logs in with a token of its own where the last one was refused, and a second
-        time if the broker found the time stamp of the first login too old, as it does
-        when a login takes long."""
+        """Logs in once, with a token of its own where the last one was refused. A second login
+        would have to be counted, so it is the caller's."""
         words: dict[str, Any] = {"force_refresh": True} if self._key in _refused_tokens else {}
-        for attempt in (1, 2):
-            try:
-                accounts: list[Any] = api.login(
-                    credentials.api_key, credentials.secret_key, **words
-                )
-            except Exception as error:
-                if attempt == 2 or not mapping.is_stale_signature(error):
-                    raise
-                self._log.warning(
-                    "shioaji.time_stamp_refused", clock_synchronised=clock_is_synchronised()
-                )
-            else:
-                _refused_tokens.discard(self._key)
-                return accounts
-        raise AssertionError("unreachable")
+        accounts: list[Any] = api.login(credentials.api_key, credentials.secret_key, **words)
+        _refused_tokens.discard(self._key)
+        return accounts
 
     def place(self, order: BrokerOrderTerms, timeout: float) -> BrokerOrder:
         api, account = self._session()
-        if self._certificate_days() <= 0:
-            raise CertificateExpired(_CERTIFICATE_EXPIRED)
+        self._check_certificate()
         deadline = time.monotonic() + timeout - _RETURN_MARGIN_S
 
         def submit() -> BrokerOrder:
-            contract, native = sdk.build_order(
-                self._load(), api, account, self._key.broker_type, order, deadline
-            )
+            try:
+                contract, native = sdk.build_order(
+                    self._load(), api, account, self._key.broker_type, order, deadline
+                )
+            except BerthError:
+                raise
+            except Exception as error:
+                raise self._unsent(error) from None
             remaining_s = deadline - time.monotonic()
             if (
                 remaining_s <= 0
@@ -244,9 +236,10 @@ class ShioajiBroker:
         """Returns the contract's reference price; None if that is not of today in Taipei, as in an
         old session. The price is in the contract's info, which the SDK loads when it is first
         asked for."""
-        api, today = self._api, datetime.now(_TAIPEI_ZONE).date()
+        today = datetime.now(mapping.TAIPEI).date()
 
         def read() -> Any:
+            api, _ = self._session()
             return api.contracts.info(sdk.find_contract(api, self._key.broker_type, symbol))
 
         try:
@@ -254,6 +247,7 @@ class ShioajiBroker:
             return Decimal(str(info.reference)) or None if has_prices_of(info, today) else None
         except Exception as error:
             # The boundary of the SDK: without it the exchange's own limits remain.
+            self._note_status(error)
             self._log.debug("shioaji.no_reference", symbol=symbol, error=type(error).__name__)
             return None
 
@@ -283,6 +277,8 @@ class ShioajiBroker:
         """
         if (quantity is None) == (price is None):
             raise OrderRejected("Shioaji changes either the quantity or the price")
+        if price is not None:
+            self._check_certificate()
 
         def change(api: Any, trade: Any, remaining_ms: int) -> Any:
             if price is not None:
@@ -300,16 +296,19 @@ class ShioajiBroker:
         midnight, nor when positions include a fill: neither is relied on."""
         api, account = self._session()
 
-        def read() -> list[BrokerOrder]:
+        def read() -> tuple[list[BrokerOrder], bool]:
             api.update_status(account, timeout=sdk.to_milliseconds(timeout))
-            return [
-                self._reported.merge_trade(trade)
-                for trade in api.list_trades()
-                if self._is_ours(trade)
-            ]
+            trades = [trade for trade in api.list_trades() if self._is_ours(trade)]
+            orders = [self._reported.merge_trade(trade) for trade in trades]
+            return orders, all(
+                filled_quantity(order.fills) >= mapping.counted_fills(trade)
+                for order, trade in zip(orders, trades, strict=True)
+            )
 
-        orders = self._query(timeout, read)
-        if self._key.simulation or not self._cache_is_healthy(api, account):
+        orders, has_all_fills = self._query(timeout, read)
+        if not has_all_fills:
+            self._log.warning("shioaji.fills_missing")
+        if self._key.simulation or not has_all_fills or not self._cache_is_healthy(api, account):
             return Listing(orders)
         return Listing(orders, behind=0.0, reaches=(time.time() + _TAIPEI_OFFSET_S) % _DAY_S)
 
@@ -339,7 +338,7 @@ class ShioajiBroker:
             self._session()  # it may have ended since
             return self._query(timeout, work)
 
-        today = datetime.now(_TAIPEI_ZONE).date()
+        today = datetime.now(mapping.TAIPEI).date()
         yield from read_instruments(api, self._key.broker_type, run, remaining_ms, today)
 
     def ping(self, timeout: float) -> None:
@@ -375,33 +374,33 @@ class ShioajiBroker:
     # --- the certificate of production orders -----------------------------------------------------
 
     def _read_certificate_end(self, api: Any, person_id: str) -> None:
-        """Notes when the active certificate expires.
-        Raises `LoginRejected` if it has: no order passes."""
+        """Notes when the certificate expires. With one that has expired the session lists and
+        cancels orders, and places none."""
         try:
-            ends = api.get_ca_expiretime(person_id)
-            self._certificate_ends = float(
-                (ends if ends.tzinfo else ends.replace(tzinfo=_TAIPEI_ZONE)).timestamp()
+            self._certificate_warning_end, self._certificate_ends = mapping.end_of(
+                api.get_ca_expiretime(person_id)
             )
         except Exception as error:
             # The boundary of the SDK: an order shows whether the certificate is valid.
             self._log.warning("shioaji.certificate_end_unknown", error=type(error).__name__)
-            return
-        if self._certificate_days() <= 0:
-            raise LoginRejected(_CERTIFICATE_EXPIRED)
         self._warn_of_certificate()
 
     def certificate_ends_ms(self) -> int:
-        """Returns the Unix ms at which the active certificate expires; 0 if there is none, or if
-        the SDK does not say."""
+        """Returns the Unix ms at which the certificate expires, or has expired; 0 if there is none,
+        or if the SDK does not say."""
         return int(self._certificate_ends * 1000) if math.isfinite(self._certificate_ends) else 0
 
-    def _certificate_days(self) -> float:
-        """Days until it expires; `inf` where there is none, or where its end is not known."""
-        return (self._certificate_ends - time.time()) / _DAY_S
+    def _check_certificate(self) -> None:
+        """Raises `CertificateExpired` if no order with this certificate passes."""
+        if self._certificate_refused or time.time() >= self._certificate_ends:
+            raise CertificateExpired(
+                "The certificate has expired. Get a new one from the broker and store it with the "
+                "credentials."
+            )
 
     def _warn_of_certificate(self) -> None:
         """Logs a warning as each of `_CERTIFICATE_WARNING_DAYS` passes, once a session."""
-        days = self._certificate_days()
+        days = (self._certificate_warning_end - time.time()) / _DAY_S
         due = min((limit for limit in _CERTIFICATE_WARNING_DAYS if days <= limit), default=None)
         if due is not None and due != self._certificate_warned:
             self._certificate_warned = due
@@ -430,10 +429,14 @@ class ShioajiBroker:
     # --- inside -----------------------------------------------------------------------------------
 
     def _session(self) -> tuple[Any, Any]:
+        """Returns the SDK's client and account for a call. Raises `SessionDown`, and
+        `BrokerMaintenance` in a pause that this session has met."""
         if self._down is not None:
             raise SessionDown(self._down)
         if self._api is None:
             raise SessionDown("not logged in")
+        if (pause := self._paused_until - time.monotonic()) > 0:
+            raise BrokerMaintenance("the broker has asked for a pause", retry_after=pause)
         return self._api, self._account
 
     def _change(
@@ -467,22 +470,28 @@ class ShioajiBroker:
         except BerthError:
             raise
         except Exception as error:
-            self._note_refused_token(error)
+            self._note_status(error)
             raise mapping.place_error(error, self._blank) from None
+
+    def _unsent(self, error: Exception) -> BrokerError:
+        """Says what an error means that came before anything was sent."""
+        self._note_status(error)
+        return mapping.unsent_error(error, self._blank)
 
     def _quantity_argument(
         self, trade: Any, quantity: int, confirmed: Sequence[ConfirmedQuantityChange]
     ) -> int:
         """Returns the `qty` with which `update_order` makes this the order's total quantity."""
         order = mapping.order_of(trade)
-        lot, futures = mapping.lot_of(trade), self._key.broker_type == "futures"
+        futures = self._key.broker_type == "futures"
+        lot = OrderLot.COMMON if futures else mapping.lot_of(trade)
         version = self._load().__version__
         meanings = [
             change.meaning
             for change in confirmed
             if (change.sdk_version, change.lot, change.futures) == (version, lot, futures)
         ]
-        kind = "futures" if futures else f"lot {lot}"
+        kind = "futures" if futures else f"lot {lot}" if lot else "an order whose lot is not named"
         if len(set(meanings)) != 1:
             raise QuantityChangeUnconfirmed(
                 f"What Shioaji {version} does with a changed quantity is not confirmed for {kind}. "
@@ -519,12 +528,7 @@ class ShioajiBroker:
         try:
             trade = sdk.find_trade(api, account, broker_order_id, deadline, fresh=fresh)
         except Exception as error:
-            reason = mapping.query_error(error, self._blank)
-            raise (
-                reason
-                if isinstance(reason, SessionDown | BrokerMaintenance)
-                else OrderRejected(f"not sent: {reason}")
-            ) from None
+            raise self._unsent(error) from None
         if trade is None or not self._is_ours(trade):
             raise OrderRejected(f"no order {broker_order_id}")
         if mapping.order_of(trade).state in FINAL_ORDER_STATES:
@@ -553,12 +557,17 @@ class ShioajiBroker:
         except sdk.CallTimedOut as error:
             raise BrokerUnreachable(str(error)) from None
         except Exception as error:
-            self._note_refused_token(error)
+            self._note_status(error)
             raise mapping.query_error(error, self._blank) from None
 
-    def _note_refused_token(self, error: BaseException) -> None:
-        if mapping.status_of(error) == 401:
+    def _note_status(self, error: BaseException) -> None:
+        """Notes what an error of a call says of the calls after it: 401, the next login asks for a
+        new token; 503, none is made for a minute, also if nobody hears of this one."""
+        status = mapping.status_of(error)
+        if status == 401:
             _refused_tokens.add(self._key)
+        elif status == 503:
+            self._paused_until = time.monotonic() + mapping.PAUSE_S
 
     def _is_ours(self, trade: Any) -> bool:
         """Returns True if a trade is of this account. Some trades name no account
@@ -626,9 +635,9 @@ def _check_keys(credentials: Credentials) -> None:
         raise LoginRejected("the secret key is not base58")
 
 
-def _activate_certificate(api: Any, credentials: Credentials) -> None:
+def _activate_certificate(api: Any, credentials: Credentials) -> bool:
     """Activates the certificate that signs production orders. The SDK needs a path, so it is a file
-    for a moment."""
+    for a moment. Returns False if it has expired."""
     if not credentials.ca_certificate:
         raise LoginRejected("orders in production need a certificate, and none is stored")
     folder = private_folder()
@@ -639,5 +648,10 @@ def _activate_certificate(api: Any, credentials: Credentials) -> None:
         person = credentials.person_id or None
         if not api.activate_ca(str(path), credentials.ca_password, person):
             raise LoginRejected("the certificate could not be activated")
+        return True
+    except Exception as error:
+        if mapping.is_certificate_expired(error):
+            return False
+        raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -6,6 +6,7 @@ file, and its tests, need no SDK. Names and meanings: stubs of shioaji 1.7.9.
 
 import re
 from collections.abc import Callable, Iterable
+from datetime import UTC, datetime, timedelta, timezone
 from decimal import Decimal
 from typing import Any
 
@@ -26,12 +27,19 @@ from worker_runtime.protocol.order_terms import OpenClose, OrderCondition, Order
 #: Takes secrets out of a text.
 Redactor = Callable[[str], str]
 
-#: An HTTP status as a word of its own: `status 451`, `StatusCode: 451, Detail: …`, `503: …`.
-_STATUS = re.compile(r"(?<![\w.-])[45]\d\d(?![^\s:,.;)]|\.\d)")
+#: An HTTP status at the text's start or behind a word for it: `503: …`, `[451] …`, `status 451`,
+#: `StatusCode: 451, Detail: …`, `{"status_code": 451}`. Other numbers are prices, times or ids.
+_STATUS = re.compile(
+    r"""(?:^|(?:status|code|http(?:/[\d.]+)?|error)['"]?\s*[:=]?)"""
+    r"""[\s(\[{'"]*([45]\d\d)(?![^\s:,.;)\]}'"]|\.\d)""",
+    re.IGNORECASE,
+)
 #: Seconds of the pause, without any call, that the manual asks for after a 503.
 PAUSE_S = 60.0
 #: Seconds between two logins with a version of the SDK that the broker refuses.
 REFUSED_VERSION_RETRY_INTERVAL_S = 3600.0
+#: The broker's zone. A time without a zone is in this one, or in UTC.
+TAIPEI = timezone(timedelta(hours=8))
 #: What the real broker keeps of our tag.
 MAX_TAG_LENGTH = 6
 
@@ -131,7 +139,7 @@ def login_error(error: BaseException) -> errors.BrokerError:
 def status_of(error: BaseException) -> int | None:
     """Returns the HTTP status that an error of the SDK names, or that its class stands for."""
     if (match := _STATUS.search(str(error))) is not None:
-        return int(match.group())
+        return int(match.group(1))
     names = _class_names(error)
     classes = {
         "TokenError": 401,
@@ -142,6 +150,11 @@ def status_of(error: BaseException) -> int | None:
     return next((status for name, status in classes.items() if name in names), None)
 
 
+def is_certificate_expired(error: BaseException) -> bool:
+    """Returns True if the SDK did not activate a certificate because it has expired."""
+    return "CaExpiredError" in _class_names(error)
+
+
 def is_stale_signature(error: BaseException) -> bool:
     """Returns True if the broker found the login's time stamp too old ("Sign data is timeout")."""
     return "sign data is timeout" in str(error).lower()
@@ -150,27 +163,34 @@ def is_stale_signature(error: BaseException) -> bool:
 def place_error(error: BaseException, blank: Redactor = str) -> errors.BrokerError:
     """Maps an error of `place_order`. Unless it proves that there is no order, it is
     `OutcomeUnknown`: timeouts, connection errors, unreadable responses, server errors and
-    surprises.
-
-    A 503 is `OutcomeUnknown`, too, without a pause of its own: the session becomes suspect, and the
-    ping before its next call asks for the pause (`query_error`).
+    surprises. A 503 is `OutcomeUnknown` with a pause.
     """
     names, text = _class_names(error), _redacted_text(error, blank)
-    if "AuthError" in names:
-        return errors.SessionDown(text)  # not logged in (any more): the order was not taken
     if names & _REFUSES_ORDER:
         return errors.OrderRejected(text)
+    if status_of(error) == 503:
+        return errors.OutcomeUnknown(text, retry_after=PAUSE_S)
+    if "AuthError" in names:
+        return errors.SessionDown(text)  # not logged in (any more): the order was not taken
     return errors.OutcomeUnknown(text)
 
 
 def query_error(error: BaseException, blank: Redactor = str) -> errors.BrokerError:
     """Maps an error of a call that changes nothing."""
     text = _redacted_text(error, blank)
-    if "AuthError" in _class_names(error):
-        return errors.SessionDown(text)
     if status_of(error) == 503:
         return errors.BrokerMaintenance(text, retry_after=PAUSE_S)
+    if "AuthError" in _class_names(error):
+        return errors.SessionDown(text)
     return errors.BrokerUnreachable(text)
+
+
+def unsent_error(error: BaseException, blank: Redactor = str) -> errors.BrokerError:
+    """Maps an error that comes before anything was sent of an order, a cancel or a change."""
+    reason = query_error(error, blank)
+    if isinstance(reason, errors.SessionDown | errors.BrokerMaintenance):
+        return reason
+    return errors.OrderRejected(f"not sent: {reason}")
 
 
 def state_of(status: str, filled: int, quantity: int) -> OrderState:
@@ -191,13 +211,14 @@ def with_fills(state: OrderState, filled: int, quantity: int) -> OrderState:
 
 def order_of(trade: Any) -> BrokerOrder:
     """Maps a `Trade` of the SDK. `trade.contract` may be any of its contract classes: all have a
-    code."""
+    code. The fills are the deals of the row, which may be fewer than it counts
+    (`counted_fills`)."""
     order, status = trade.order, trade.status
     fills = [
         fill_of(str(order.id), str(deal.seq), deal.quantity, deal.price, deal.ts)
         for deal in status.deals
     ]
-    filled = sum(done.quantity for done in fills)
+    filled = max(sum(done.quantity for done in fills), counted_fills(trade))
     word = _enum_value(status.status)
     quantity, nothing_left = _quantity_of(order, status, word, filled)
     state = state_of(word, filled, quantity)
@@ -219,6 +240,13 @@ def order_of(trade: Any) -> BrokerOrder:
         fills=fills,
         reason=status.msg or None,
     )
+
+
+def counted_fills(trade: Any) -> int:
+    """Returns how much of an order the row counts as filled, whether or not it lists the deals.
+    More than was ordered says nothing."""
+    counted = int(trade.status.deal_quantity or 0)
+    return counted if counted <= int(trade.order.quantity) else 0
 
 
 def _quantity_of(order: Any, status: Any, word: str, filled: int) -> tuple[int, bool]:
@@ -298,6 +326,18 @@ def fill_of(order_id: str, sequence: str, quantity: int, price: float, at: float
     )
 
 
+def end_of(expires: datetime) -> tuple[float, float]:
+    """Returns the earliest and the latest Unix seconds that the SDK may mean by the end of a
+    certificate.
+
+    It names no zone. Its manual shows 15:59:59, which would be the end of a day in Taipei if it is
+    written in UTC; nobody has confirmed that.
+    """
+    if expires.tzinfo is not None:
+        return expires.timestamp(), expires.timestamp()
+    return expires.replace(tzinfo=TAIPEI).timestamp(), expires.replace(tzinfo=UTC).timestamp()
+
+
 def side_of(action: str) -> Side:
     return Side.BUY if action == "Buy" else Side.SELL
 
@@ -332,10 +372,11 @@ def security_of(contract: Any) -> str:
     return _enum_value(getattr(contract, "security_type", None))
 
 
-def lot_of(trade: Any) -> OrderLot:
-    """Returns the lot of an order that the SDK lists; a contract has none."""
+def lot_of(trade: Any) -> OrderLot | None:
+    """Returns the lot of a stock order that the SDK lists; None if the row does not say, as the SDK
+    allows, or names a lot that is not ours."""
     name = _enum_value(trade.order.order_lot)
-    return next((lot for lot, word in LOTS.items() if word == name), OrderLot.COMMON)
+    return next((lot for lot, word in LOTS.items() if word == name), None)
 
 
 def _class_names(error: BaseException) -> frozenset[str]:

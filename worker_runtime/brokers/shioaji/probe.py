@@ -2,7 +2,6 @@
 the SDK's own fields, without ids."""
 
 import time
-from datetime import UTC, datetime, timedelta, timezone
 from decimal import Decimal
 from typing import Any
 
@@ -53,10 +52,8 @@ class ShioajiProbe:
 
     def certificate_days(self, person_id: str) -> float:
         """Days until the active certificate expires; negative when it has."""
-        ends = self._api.get_ca_expiretime(person_id or self._account.person_id)
-        # The SDK gives Taipei's time.
-        ends = ends if ends.tzinfo else ends.replace(tzinfo=timezone(timedelta(hours=8)))
-        return float((ends - datetime.now(UTC)).total_seconds() / 86_400)
+        _, ends = mapping.end_of(self._api.get_ca_expiretime(person_id or self._account.person_id))
+        return (ends - time.time()) / 86_400
 
     def cache_health(self) -> tuple[str, list[str]]:
         health = self._api.trade_cache_health(self._account)

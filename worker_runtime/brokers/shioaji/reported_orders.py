@@ -7,7 +7,7 @@ with the same `event_id`. Which deals of both sources are the same is decided in
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from msgspec.structs import replace
@@ -41,17 +41,24 @@ class ReportedOrders:
         self._orders: dict[str, BrokerOrder] = {}
         self._deal_ids = DealIds()
         self._deals: dict[str, OrderDeals] = {}
+        #: Orders whose quantity is what an event of a change says, with the quantity before.
+        self._before_change: dict[str, int] = {}
         #: Orders that only deals have named so far.
         self._early: OrderedDict[str, None] = OrderedDict()
         self._seen: OrderedDict[str, None] = OrderedDict()
 
     def merge_trade(self, trade: Any) -> BrokerOrder:
-        """Merges a `Trade`; returns all that is known of its order."""
+        """Merges a `Trade`; returns all that is known of its order. It has not ended before all
+        fills are known that the row counts."""
         reported = mapping.order_of(trade)
         with self._lock:
             known = self._orders.get(reported.broker_order_id)
             deals = self._deals_of(reported.broker_order_id)
             deals.add_listed(reported.fills)
+            self._before_change.pop(reported.broker_order_id, None)
+            lacks_fills = filled_quantity(deals.fills) < mapping.counted_fills(trade)
+            if lacks_fills and reported.state in FINAL_ORDER_STATES:
+                reported = replace(reported, state=OrderState.PART_FILLED)
             return self._keep(reported, known, deals.fills)
 
     def merge_event(self, kind: str, event: ShioajiEvent) -> OrderChanged | None:
@@ -112,6 +119,11 @@ class ReportedOrders:
             state = OrderState.CANCELLED
         elif kind == "New":
             state = OrderState.SUBMITTED
+        quantity = _quantity_after(kind, event, known, filled_quantity(fills))
+        if known is None and kind not in ("New", "Reject"):
+            self._before_change[order_id] = max(quantity, int(order["quantity"]))
+        elif known is not None and quantity != known.quantity:
+            self._before_change.setdefault(order_id, known.quantity)
         price_type = mapping.price_type_of(order["price_type"], order["price"])
         reported = BrokerOrder(
             broker_order_id=order_id,
@@ -119,7 +131,7 @@ class ReportedOrders:
             tag=order.get("custom_field") or (known.tag if known else ""),
             symbol=known.symbol if known else str(event["contract"]["code"]),
             side=mapping.side_of(order["action"]),
-            quantity=_quantity_after(kind, event, known, sum(done.quantity for done in fills)),
+            quantity=quantity,
             price_type=price_type,
             price=mapping.price_of(order["price"]) if price_type is PriceType.LIMIT else None,
             time_in_force=TimeInForce(
@@ -138,11 +150,13 @@ class ReportedOrders:
         self, reported: BrokerOrder, known: BrokerOrder | None, fills: list[Fill]
     ) -> BrokerOrder:
         """Stores an order. A final one stays final, whatever a late report says (Sinotrade/Shioaji
-        #216,
-        #234)."""
-        state = mapping.with_fills(
-            reported.state, sum(done.quantity for done in fills), reported.quantity
-        )
+        #216, #234). So the quantity that an event of a change says makes none filled: a list tells
+        whether anything of it is left."""
+        filled, quantity = filled_quantity(fills), reported.quantity
+        before = self._before_change.get(reported.broker_order_id)
+        if before is not None and filled >= quantity:
+            quantity = max(before, filled + 1)
+        state = mapping.with_fills(reported.state, filled, quantity)
         if (
             known is not None
             and known.state in FINAL_ORDER_STATES
@@ -150,7 +164,7 @@ class ReportedOrders:
         ):
             state = known.state
         reason = None if reported.reason is None else self._blank(reported.reason)
-        kept = replace(reported, state=state, fills=fills, reason=reason)
+        kept = replace(reported, quantity=quantity, state=state, fills=fills, reason=reason)
         self._orders[reported.broker_order_id] = kept
         self._early.pop(reported.broker_order_id, None)
         return kept
@@ -159,20 +173,25 @@ class ReportedOrders:
         return self._deals.setdefault(order_id, OrderDeals(self._deal_ids))
 
 
+def filled_quantity(fills: Iterable[Fill]) -> int:
+    return sum(fill.quantity for fill in fills)
+
+
 def _quantity_after(kind: str, event: ShioajiEvent, known: BrokerOrder | None, filled: int) -> int:
     """Returns the order's quantity after an event,
     of which only the first one's numbers can be relied on.
 
     Recorded in production for one order: New 2, UpdateQty 1, UpdatePrice 2, Cancel 1; and a Cancel
-    that carries only the rest of a partly filled order. So the first quantity counts, it falls by
-    an UpdateQty alone, and never below what is filled. A list says the same with certainty later.
+    that carries only the rest of a partly filled order. So the first quantity counts, and it falls
+    by an UpdateQty alone. Nobody has seen what that says of a partly filled order: there it changes
+    nothing. A list says the same with certainty later.
     """
     order, status = event["order"], event["status"]
     said = int(status.get("order_quantity") or 0)
     if known is None:
         first = int(order["quantity"] if kind == "Cancel" else said or order["quantity"])
         return first + filled if kind == "Cancel" and filled >= first else first
-    if kind != "UpdateQty":
+    if kind != "UpdateQty" or filled:
         return known.quantity
     remaining = said or known.quantity - int(status.get("cancel_quantity") or 0)
-    return min(known.quantity, max(remaining, filled, 1))
+    return min(known.quantity, max(remaining, 1))

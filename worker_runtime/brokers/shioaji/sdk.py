@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from worker_runtime.brokers.port import BrokerOrderTerms
 from worker_runtime.brokers.shioaji import mapping
-from worker_runtime.protocol.errors import BerthError, OrderRejected
+from worker_runtime.protocol.errors import OrderRejected
 from worker_runtime.protocol.messages import PriceType, TimeInForce
 
 T = TypeVar("T")
@@ -71,8 +71,8 @@ def to_milliseconds(seconds: float) -> int:
 def build_order(
     sdk: Any, api: Any, account: Any, broker_type: str, order: BrokerOrderTerms, deadline: float
 ) -> tuple[Any, Any]:
-    """Returns contract and order of the SDK. Raises `OrderRejected` for what it cannot express.
-    `deadline` is of `time.monotonic`."""
+    """Returns contract and order of the SDK. Raises `OrderRejected` for what it cannot express, and
+    the SDK's errors; nothing was sent then. `deadline` is of `time.monotonic`."""
     if len(order.tag) > mapping.MAX_TAG_LENGTH:
         raise OrderRejected(f"the tag has more than {mapping.MAX_TAG_LENGTH} characters")
     market = order.price_type is not PriceType.LIMIT
@@ -87,22 +87,17 @@ def build_order(
         "custom_field": order.tag,
         "account": account,
     }
-    try:
-        if broker_type == "stock":
-            lot, condition = mapping.LOTS[order.lot], mapping.CONDITIONS[order.condition]
-            native = sdk.StockOrder(**words, order_lot=lot, order_cond=condition)
-        else:
-            if market and order.time_in_force is TimeInForce.ROD:
-                # TAIFEX lists ROD for limit orders only, for neither its market orders nor
-                # those with protection: https://www.taifex.com.tw/enl/eng4/ordTypeInfo.
-                # Its code for it is 9938.
-                raise OrderRejected("TAIFEX takes no market order for the rest of the day (9938)")
-            native = sdk.FuturesOrder(**words, octype=mapping.OPEN_CLOSE[order.open_close])
-        return find_contract(api, broker_type, order.symbol, deadline), native
-    except BerthError:
-        raise
-    except Exception as error:  # nothing has been sent yet, whatever it is
-        raise OrderRejected(f"{order.symbol}: {type(error).__name__}") from None
+    if broker_type == "stock":
+        lot, condition = mapping.LOTS[order.lot], mapping.CONDITIONS[order.condition]
+        native = sdk.StockOrder(**words, order_lot=lot, order_cond=condition)
+    else:
+        if market and order.time_in_force is TimeInForce.ROD:
+            # TAIFEX lists ROD for limit orders only, for neither its market orders nor
+            # those with protection: https://www.taifex.com.tw/enl/eng4/ordTypeInfo.
+            # Its code for it is 9938.
+            raise OrderRejected("TAIFEX takes no market order for the rest of the day (9938)")
+        native = sdk.FuturesOrder(**words, octype=mapping.OPEN_CLOSE[order.open_close])
+    return find_contract(api, broker_type, order.symbol, deadline), native
 
 
 def find_trade(

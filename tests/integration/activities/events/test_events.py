@@ -8,6 +8,8 @@ from datetime import UTC, datetime
 from uuid import UUID
 
 import pytest
+from msgspec.structs import replace
+from prometheus_client import REGISTRY
 from structlog.testing import capture_logs
 
 from activities.events.recorder import Recorder
@@ -29,7 +31,9 @@ from tests.support.activities.event_streams import (
 )
 from tests.support.activities.harness import ActivityHarness
 from worker_runtime.protocol import keys
+from worker_runtime.protocol.errors import BrokerVersionRefused
 from worker_runtime.protocol.messages import (
+    AccountLogin,
     Event,
     OrderState,
     WorkerEvent,
@@ -209,6 +213,32 @@ async def test_a_session_that_died_or_cannot_log_in_is_an_error_of_ours(
     assert all("user_id=u1" in text and "bye" not in text for text in reports), (
         "what it says is its own"
     )
+
+
+async def test_e_a_refused_version_keeps_its_code_and_alerts_while_workers_run(
+    harness: ActivityHarness,
+) -> None:
+    """Alone, and next to an account of another broker."""
+    code = BrokerVersionRefused.code
+
+    def count_failures() -> float:
+        return REGISTRY.get_sample_value("berth_claims_failed_total", {"code": code}) or 0
+
+    refused, healthy = AccountLogin(account_id="a1", code=code), AccountLogin(account_id="a2")
+    kinds = {WorkerEventKind.DEGRADED: [refused], WorkerEventKind.CONNECTED: [refused, healthy]}
+    for number, (kind, logins) in enumerate(kinds.items()):
+        collector.take()
+        event = replace(make_worker_event(number, kind), logins=logins)
+        before = count_failures()
+        recorder = Recorder(harness.database)
+        with capture_logs(processors=[collect_errors]) as logged:
+            await recorder.handle([event, replace(event, worker_id="w2")])
+        told = [line for line in logged if line["event"] == "broker_version_refused"]
+        assert [line["code"] for line in told] == [code]
+        [text] = [text for _, text in collector.take()]
+        assert code in text
+        counted = count_failures() - before
+        assert counted == (2 if kind is WorkerEventKind.DEGRADED else 0)
 
 
 async def test_a_worker_that_says_again_and_again_that_it_failed_fills_no_log(

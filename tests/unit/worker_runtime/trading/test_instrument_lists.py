@@ -14,6 +14,8 @@ import pytest
 
 from worker_runtime.process.log import Log
 from worker_runtime.protocol.errors import (
+    BerthError,
+    BrokerMaintenance,
     BrokerUnreachable,
     InstrumentsLoading,
     InstrumentsTooMany,
@@ -74,6 +76,11 @@ class Calls:
         self.spent = 0
         self.limited = False
         self.state = SimpleNamespace(suspect=False)
+        #: Errors whose pauses were taken.
+        self.noted: list[BerthError] = []
+
+    def note_pause(self, account_id: str, error: BerthError) -> None:
+        self.noted.append(error)
 
     def ensure_session(self, account_id: str, item: Any, *, listed: bool) -> object:
         return self.broker
@@ -216,6 +223,17 @@ def test_a_list_that_breaks_off_gives_no_page_and_its_session_is_pinged() -> Non
     with pytest.raises(BrokerUnreachable, match="cut"):
         page_of(lists)
     assert calls.state.suspect
+
+
+def test_e_a_503_of_a_list_that_is_read_asks_for_a_pause() -> None:
+    def refused() -> Iterable[Instrument]:
+        yield instrument("A")
+        raise BrokerMaintenance("503", retry_after=60.0)
+
+    lists, calls, _ = lists_of(refused)
+    with pytest.raises(BrokerMaintenance):
+        page_of(lists)
+    assert [error.retry_after for error in calls.noted] == [60.0]
 
 
 def test_a_fault_in_an_adapter_is_reported_as_a_broker_that_did_not_answer() -> None:

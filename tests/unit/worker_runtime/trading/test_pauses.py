@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 
 from tests.support.brokers.fake import FakeBroker, FakeMarket
@@ -17,10 +21,13 @@ from worker_runtime.protocol.errors import (
     BrokerVersionRefused,
     LoginLimited,
     OrderRejected,
+    OutcomeUnknown,
 )
 from worker_runtime.protocol.messages import Credentials
 from worker_runtime.trading.account_session import MAX_PAUSE_S, OpenedAccount, apply_min_pause
+from worker_runtime.trading.broker_calls import BrokerCalls
 from worker_runtime.trading.login_attempts import LoginAttempts
+from worker_runtime.trading.queue_item import QueueItem
 
 
 def paused() -> MarketConnections:
@@ -96,6 +103,18 @@ def test_e_an_sdk_that_the_broker_refuses_is_shown_by_a_code_of_its_own() -> Non
     assert connections.broker_sessions.session("a1").login_backoff.seconds_until_due() > 3500
 
 
+def test_e_a_refused_version_keeps_its_code_while_no_login_is_tried() -> None:
+    connections = MarketConnections("a1").connected()
+    connections.faults["a1"] = BrokerVersionRefused("503", retry_after=3600.0)
+    connections.end_sessions()
+    for _ in range(3):
+        with pytest.raises(BrokerVersionRefused) as caught:
+            connections.broker_sessions.ensure_session("a1", 5.0)
+    assert len(connections.logins) == 2
+    assert caught.value.retry_after is not None
+    assert caught.value.retry_after > 3500
+
+
 def noted(connections: MarketConnections) -> list[tuple[str, float]]:
     limiter = connections.broker_sessions.rate_limiter
     assert isinstance(limiter, UnlimitedRateLimiter)
@@ -118,6 +137,124 @@ def test_e_a_pause_that_a_login_or_a_ping_meets_is_noted_for_the_person() -> Non
     with pytest.raises(BrokerMaintenance):
         pinged.broker_sessions.ping(session, 5.0)
     assert noted(pinged) == [("a1", 60.0)]
+
+
+def make_calls(connections: MarketConnections) -> BrokerCalls:
+    return BrokerCalls(
+        connections.broker_sessions,
+        connections.budget,
+        lease=Lease(connections.shared_state),
+        shared_state=connections.shared_state,
+        broker_timeout=5.0,
+        log=Log("ERROR"),
+    )
+
+
+def make_item() -> QueueItem:
+    return QueueItem("request", b"", time.monotonic_ns() + 30 * NS_PER_S, "g")
+
+
+def fail_change(connections: MarketConnections, error: BerthError) -> None:
+    def call(timeout: float) -> None:
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        make_calls(connections).call_once("a1", make_item(), call)
+    if isinstance(caught.value, OutcomeUnknown):  # nobody may send it again after the pause
+        assert caught.value.retry_after is None
+
+
+def fail_query(connections: MarketConnections, error: BerthError) -> None:
+    def call(timeout: float) -> None:
+        raise error
+
+    with pytest.raises(type(error)):
+        make_calls(connections).query("a1", make_item(), call)
+
+
+def fail_listing(connections: MarketConnections, error: BerthError) -> None:
+    def reconcile(key: ConnectionKey, broker: object, timeout: float) -> bool:
+        raise error
+
+    connections.broker_sessions.reconcile = reconcile
+    session = connections.broker_sessions.session("a1")
+    session.listed = False
+    assert connections.broker_sessions.relist(session, 5.0) is error
+
+
+@pytest.mark.parametrize(
+    ("fail", "error"),
+    [
+        (fail_change, BrokerMaintenance("503", retry_after=60.0)),
+        (fail_change, OutcomeUnknown("503", retry_after=60.0)),
+        (fail_query, BrokerMaintenance("503", retry_after=60.0)),
+        (fail_listing, BrokerMaintenance("503", retry_after=60.0)),
+    ],
+)
+def test_e_a_503_of_a_cancel_a_list_or_an_order_is_followed_by_no_call_and_no_login(
+    fail: Callable[[MarketConnections, BerthError], None], error: BerthError
+) -> None:
+    connections = MarketConnections("a1").connected()
+    session = connections.broker_sessions.session("a1")
+    broker, logins = session.broker, len(connections.logins)
+    assert broker is not None
+    sent: list[float] = []
+
+    def ping(timeout: float) -> None:
+        sent.append(timeout)
+
+    broker.ping = ping  # type: ignore[method-assign]
+    fail(connections, error)
+
+    def reconcile(key: ConnectionKey, broker: object, timeout: float) -> bool:
+        sent.append(timeout)
+        return True
+
+    connections.broker_sessions.reconcile = reconcile
+    for _ in range(3):
+        for listed in (True, False):  # an order and a cancel
+            with pytest.raises(BrokerMaintenance) as caught:
+                connections.broker_sessions.ensure_session("a1", 5.0, listed=listed)
+            assert caught.value.retry_after is not None
+            assert caught.value.retry_after > 50
+        connections.recovery.run_due(0.0)
+    assert (sent, len(connections.logins), session.broker) == ([], logins, broker)
+    assert noted(connections) == [("a1", 60.0)]
+    seconds_until_due = connections.recovery.seconds_until_due(0.0)
+    assert seconds_until_due is not None
+    assert seconds_until_due > 50  # nor does the loop turn for nothing
+    connections.end_sessions()  # the broker ends the session meanwhile
+    connections.recovery.run_due(0.0)
+    with pytest.raises(LoginLimited):
+        connections.broker_sessions.ensure_session("a1", 5.0)
+    assert len(connections.logins) == logins
+
+
+def test_e_accounts_of_one_person_share_a_pause() -> None:
+    connections = MarketConnections("a1", "a2", "b")
+    first, second, other = connections.accounts
+    shared = [replace(account, budgets=["person"]) for account in (first, second)]
+    connections.accounts = [*shared, other]
+    connections.connected()
+    fail_query(connections, BrokerMaintenance("503", retry_after=60.0))
+    for name in ("a1", "a2"):
+        with pytest.raises(BrokerMaintenance):
+            connections.broker_sessions.ensure_session(name, 5.0)
+    assert connections.broker_sessions.ensure_session("b", 5.0).alive()
+
+
+def test_e_a_pause_that_grew_in_other_workers_holds_here_as_long() -> None:
+    connections = MarketConnections("a1").connected()
+
+    def note_pause(account: OpenedAccount, first_pause_s: float) -> float:
+        return 4 * first_pause_s
+
+    connections.budget.note_pause = note_pause  # type: ignore[method-assign]
+    fail_query(connections, BrokerMaintenance("503", retry_after=60.0))
+    with pytest.raises(BrokerMaintenance) as caught:
+        connections.broker_sessions.ensure_session("a1", 5.0)
+    assert caught.value.retry_after is not None
+    assert caught.value.retry_after > 230
 
 
 def key_of(broker: str) -> ConnectionKey:

@@ -10,6 +10,7 @@ from worker_runtime.process.replacement import WorkerExit
 from worker_runtime.process.shared_state import health_text
 from worker_runtime.protocol.errors import (
     BerthError,
+    BrokerClockRefused,
     BrokerError,
     BrokerUnreachable,
     LeaseLost,
@@ -55,7 +56,26 @@ def test_a_broker_that_is_away_is_reported_once_however_often_it_is_tried(
     assert health_text(connections.shared_state) == f"degraded: {fault.code}"
 
 
-def test_an_order_does_not_count_against_a_login_limit() -> None:
+def test_f_the_second_login_is_counted_and_never_sent_after_its_time() -> None:
+    """A login whose time stamp the broker found too old is tried again as any other is."""
+    connections = MarketConnections("a1").connected()
+    connections.end_sessions()
+    connections.faults["a1"] = BrokerClockRefused("Sign data is timeout")
+    logins, counted = len(connections.logins), len(connections.budget.waits)
+    with pytest.raises(BrokerClockRefused):
+        connections.broker_sessions.ensure_session("a1", 5.0)
+    assert health_text(connections.shared_state) == "degraded: BROKER_CLOCK_REFUSED"
+    assert (len(connections.logins), len(connections.budget.waits)) == (logins + 1, counted + 1)
+    with pytest.raises(BrokerUnreachable):  # no time is left
+        connections.broker_sessions.ensure_session("a1", 0.0)
+    assert len(connections.logins) == logins + 1
+    del connections.faults["a1"]
+    assert connections.broker_sessions.ensure_session("a1", 5.0).alive()
+    assert len(connections.logins) == logins + 2
+    assert len(connections.budget.waits) == counted + 3  # the login, and the list of orders
+
+
+def test_179_an_order_does_not_count_against_a_login_limit() -> None:
     connections = MarketConnections("a1").connected()
     connections.end_sessions()
     connections.faults["a1"] = BrokerUnreachable()
@@ -70,7 +90,7 @@ def test_an_order_does_not_count_against_a_login_limit() -> None:
     assert len(connections.logins) == before + 1
 
 
-def test_an_sdk_that_fails_three_times_costs_the_process() -> None:
+def test_221_an_sdk_that_fails_three_times_costs_the_process() -> None:
     connections = MarketConnections("a1").connected()
     connections.faults["a1"] = BrokerError("broken")
     connections.end_sessions()

@@ -1,4 +1,5 @@
--- Notes that the broker has asked for a pause of a person: until its end nobody takes a connection of theirs.
+-- Notes that the broker has asked for a pause of a person: until its end nobody takes a connection of theirs or
+-- spends a call.
 --
 -- KEYS[1] since      broker:budget:{owner}:since
 -- ARGV[1] ms of the first pause

@@ -13,6 +13,7 @@
 -- new count is whole, until a caller comes who knows another. A caller who does not know a count that is not
 -- whole waits until it is as old as the span, when calls from before its beginning are out of the window. So a
 -- lost count is a spent one for one window. A day is too long to wait for: its rest has a limit of its own.
+-- Nothing is spent during a pause that the broker has asked for (note_pause.lua).
 -- Returns {granted (1, 0), ms until it is worth asking again, the count's id, permille of the fullest window that
 -- are in use now}.
 local time = redis.call('TIME')
@@ -23,7 +24,7 @@ local DAY, KEPT = 86400000, 40 * 86400000
 local begins = tonumber(ARGV[4])
 local today = math.floor((now - begins) / DAY) * DAY + begins
 
-local count = redis.call('HMGET', KEYS[1], 'id', 'born', 'whole')
+local count = redis.call('HMGET', KEYS[1], 'id', 'born', 'whole', 'quiet_until')
 local id, born, whole = count[1], tonumber(count[2] or ''), count[3]
 if not id then
   id, born, whole = time[1] .. '-' .. time[2], now, ARGV[3]
@@ -35,6 +36,8 @@ if whole == '1' and ARGV[2] ~= '' and ARGV[2] ~= id then
   redis.call('HSET', KEYS[1], 'whole', whole)
 end
 local known = whole == '1' or ARGV[2] == id
+local paused_until = tonumber(count[4] or '0')
+if paused_until > now then return {0, paused_until - now, id, 1000} end
 
 local wait, free, used = 0, {}, 0
 for n = 2, #KEYS do
