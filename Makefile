@@ -19,6 +19,11 @@ unexport PYTHONDONTWRITEBYTECODE
 # elsewhere than into .venv. Indexes, proxies and certificates stay.
 unexport PYTHONPATH PYTHONHOME PYTHONSTARTUP PYTHONOPTIMIZE PYTHONUSERBASE VIRTUAL_ENV
 unexport PIP_USER PIP_TARGET PIP_PREFIX PIP_ROOT PIP_NO_DEPS PIP_REQUIRE_VIRTUALENV PIP_EDITABLE
+# Neither may a pip.conf for other projects. Options override it, variables only if they are not empty; pip
+# takes an empty --prefix or --root for a relative one.
+INTO_VENV := --no-user --target= --prefix="$(CURDIR)/.venv" --root=/
+PIP_ENV := PIP_NO_DEPS=0 PIP_REQUIRE_HASHES=0 PIP_DRY_RUN=0
+PIP_INSTALL := $(PIP_ENV) $(BIN)/python -m pip install --quiet --disable-pip-version-check $(INTO_VENV)
 
 .PHONY: help run test quick check bench aws shell setup clean lock sbom
 
@@ -50,7 +55,7 @@ bench: setup ## All benchmarks, one after the other
 
 aws: setup ## Synthesise both AWS stages into infra/aws/cdk.out, and test them (docs/how-to/deploy-on-aws.md)
 	@command -v node >/dev/null || { echo "make aws needs Node: apt install nodejs"; exit 1; }
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r infra/aws/requirements.lock
+	@$(PIP_INSTALL) -r infra/aws/requirements.lock
 	@$(BIN)/python -m infra.aws.app infra/aws/cdk.out
 	@$(BIN)/cfn-lint --config-file infra/aws/.cfnlintrc
 	@$(BIN)/python -m pytest --quiet tests/aws
@@ -73,9 +78,9 @@ $(STAMP): requirements.lock requirements-shioaji.lock pyproject.toml infra/clien
 	@test "$$(cat $(STAMP) 2>/dev/null)" = "$(CURDIR)" && $(BIN)/python -m pip --version >/dev/null 2>&1 || \
 	  $(PYTHON) -m venv --clear .venv
 	@echo "installing pinned dependencies into .venv"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
-	@$(BIN)/python infra/images/install_shioaji.py $(SHIOAJI)
-	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e . -e infra/client -e infra/berth_jobs -e infra/berth_testing
+	@$(PIP_INSTALL) -r requirements.lock
+	@$(PIP_ENV) $(BIN)/python infra/images/install_shioaji.py $(SHIOAJI) $(INTO_VENV)
+	@PYTHONWARNINGS=ignore $(PIP_INSTALL) --no-deps --no-build-isolation -e . -e infra/client -e infra/berth_jobs -e infra/berth_testing
 	@echo "$(CURDIR)" >$(STAMP)
 
 PINNED := --quiet --allow-unsafe --strip-extras --generate-hashes --no-emit-index-url --no-emit-find-links --no-emit-trusted-host

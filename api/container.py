@@ -145,7 +145,9 @@ class Services:
         self.pools = PoolControl(temporal, self.database)
         self.pool_history = PoolHistory(self.pools, settings.pool)
         self.kept_jobs = KeptJobs(self.database, JobClient(self.valkey, self.message_secrets))
-        self.alerts = OperatorAlerts(self.valkey, self.kept_jobs, settings, self.write_metrics)
+        self.alerts = OperatorAlerts(
+            self.valkey, self.kept_jobs, settings, self.write_metrics, self.write_host
+        )
         self.rollouts = RolloutControl(temporal)
         self.maintenance = MaintenanceTrigger(temporal)
         self.switches = SwitchControl(
@@ -276,6 +278,7 @@ class Services:
         # One that refuses to write answers a question, and says why.
         with suppress(RedisError):
             await metrics.write_valkey(page, self.valkey)
+            await metrics.write_valkey_clock(page, self.valkey)
         parts: list[tuple[set[str], Callable[[metrics.MetricsPage], Awaitable[None]]]] = [
             ({"postgresql"}, self._write_postgresql),
             ({"postgresql"}, self._write_instruments),
@@ -300,6 +303,7 @@ class Services:
     async def _write_postgresql(self, page: metrics.MetricsPage) -> None:
         async with self.database.session(autocommit=True) as session:
             await metrics.write_postgresql(page, session)
+            await metrics.write_database_clock(page, session)
 
     async def _write_instruments(self, page: metrics.MetricsPage) -> None:
         for (broker, market), days in (await self.instrument_lists.missed_days()).items():
@@ -321,6 +325,14 @@ class Services:
     async def _write_users(self, page: metrics.MetricsPage) -> None:
         for state, count in (await self.fleet.count_by_state()).items():
             page.add("berth_users", count, state)
+
+    async def write_host(self, page: metrics.MetricsPage) -> None:
+        """Writes what differs from host to host. Raises `RedisError`, `DatabaseUnavailable` or
+        SQLAlchemy's errors for a server whose clock cannot be read."""
+        metrics.write_host(page, self.settings, self.home_calendar)
+        await metrics.write_valkey_clock(page, self.valkey)
+        async with self.database.session(autocommit=True) as session:
+            await metrics.write_database_clock(page, session)
 
 
 @asynccontextmanager

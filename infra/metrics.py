@@ -77,7 +77,11 @@ FAMILIES = {
         "setting",
     ),
     "berth_valkey_memory_used_ratio": _gauge(
-        "Share of its memory that Valkey uses; above 0.85 new orders and claims are refused."
+        "Share of its `maxmemory`, or without one of its host's memory, that Valkey uses; above "
+        "0.85 of a `maxmemory` new orders and claims are refused."
+    ),
+    "berth_valkey_unlimited": _gauge(
+        "1: Valkey has no `maxmemory`: nothing is refused before its host's memory is full."
     ),
     "berth_valkey_evicts": _gauge(
         "1: Valkey deletes keys when its memory is full; `noeviction` is needed."
@@ -291,20 +295,30 @@ def write_host(page: MetricsPage, settings: Settings, calendar: Calendar) -> Non
 
 
 async def write_valkey(page: MetricsPage, client: Redis) -> None:
-    """Writes how Valkey keeps its data, and its clock. Raises `RedisError`."""
+    """Writes how Valkey keeps its data. Raises `RedisError`."""
     state = await measures.read_valkey_state(client)
+    page.add("berth_valkey_unlimited", not state.memory.limit)
     page.add("berth_valkey_evicts", state.evicts)
     page.add("berth_valkey_save_failed", bool(state.failed_saves))
     page.add("berth_valkey_not_kept", not state.is_kept)
     page.add("berth_limit_used_ratio", state.connections_ratio, "valkey")
-    page.add("berth_clock_offset_seconds", await measures.valkey_clock_offset(client), "valkey")
 
 
 async def write_postgresql(page: MetricsPage, session: AsyncSession) -> None:
-    """Writes PostgreSQL's connections and clock. Raises SQLAlchemy's errors."""
+    """Writes PostgreSQL's connections. Raises SQLAlchemy's errors."""
     page.add(
         "berth_limit_used_ratio", await measures.database_connections_ratio(session), "postgresql"
     )
+
+
+async def write_valkey_clock(page: MetricsPage, client: Redis) -> None:
+    """Writes by how much Valkey's clock differs from this host's. Raises `RedisError`."""
+    page.add("berth_clock_offset_seconds", await measures.valkey_clock_offset(client), "valkey")
+
+
+async def write_database_clock(page: MetricsPage, session: AsyncSession) -> None:
+    """Writes by how much PostgreSQL's clock differs from this host's. Raises SQLAlchemy's
+    errors."""
     page.add(
         "berth_clock_offset_seconds", await measures.database_clock_offset(session), "postgresql"
     )

@@ -2,10 +2,10 @@
 paused.
 
 Anyone who reaches Temporal can cancel, terminate or delete anything there. Temporal notices
-nothing: a loop of the orchestrators does, in one process at a time for each pool. Every
-`entity_period` seconds it reads the pool's workflow and the schedules by their ids, and lists all
-open runs with one query of Temporal's index. It compares that list with the assignments and orders
-in PostgreSQL:
+nothing: a loop of the orchestrators does, in one process at a time for each pool. One of these
+looks after what belongs to no pool, too. Every `entity_period` seconds it reads the pool's workflow
+and the schedules by their ids, and lists all open runs with one query of Temporal's index. It
+compares that list with the assignments and orders in PostgreSQL:
 
 | what is missing | what follows |
 |---|---|
@@ -33,8 +33,15 @@ from temporalio.service import RPCError
 from activities.pool.sizing import ensure_pool
 from infra import tasks
 from infra.database.engine import Database, DatabaseUnavailable
-from infra.database.entities import Finding, FindingState, record_finding, resume_others
-from infra.database.locks import MAX_SILENCE_S, lead, send_sign_of_life
+from infra.database.entities import (
+    Finding,
+    FindingState,
+    finding_of,
+    record_finding,
+    resume_entities,
+    resume_others,
+)
+from infra.database.locks import MAX_SILENCE_S, lead, send_sign_of_life, try_lock
 from infra.database.orders import watch as order_watch
 from infra.database.workers import pools
 from infra.database.workers import sessions as worker_sessions
@@ -51,6 +58,8 @@ from workflows.worker_pool.messages import PoolView, SetRelease
 
 #: Names the restorer's locks among PostgreSQL's advisory locks: one for each pool.
 LOCK_ID_BASE = 0x6265_0000_0000
+#: One of the restorers holds it, too, and looks at what belongs to no pool.
+SHARED_LOCK_ID = 0x6264_0000_0000
 #: Seconds until what seems to be missing is looked at once more.
 CONFIRM_AFTER_S = 10.0
 #: Seconds between two tries while PostgreSQL is away.
@@ -61,7 +70,18 @@ MAX_CONCURRENT_REPAIRS = 20
 MAX_ORDERS_PER_LOOK = 1000
 #: Runs that nobody starts again by themselves when somebody ended them.
 RUNS = (names.MORNING, names.STATEMENTS, names.DAILY_REPORT, names.ROLLOUT)
-_KINDS = {names.USER_WORKER: "user", names.ORDER: "order", **dict.fromkeys(RUNS, "run")}
+#: Runs that come again by themselves: only a pause is reported, which holds the next ones up.
+_REPEATED_RUNS = (
+    names.MAINTENANCE,
+    names.MAINTENANCE_BATCH,
+    names.INSTRUMENTS,
+    names.INSTRUMENT_LOAD,
+)
+_KINDS = {
+    names.USER_WORKER: "user",
+    names.ORDER: "order",
+    **dict.fromkeys(RUNS + _REPEATED_RUNS, "run"),
+}
 #: Ends that somebody caused. Failures are dead letters.
 _BY_HAND = ("cancelled", "terminated", "")
 
@@ -80,6 +100,16 @@ class _Gaps:
     surplus: bool
 
 
+def _missing_pool(pool: str, reason: str) -> Finding:
+    return Finding(
+        entity=names.worker_pool_id(pool),
+        kind="pool",
+        state=FindingState.MISSING,
+        reason=reason,
+        subject=f"pool:{pool}",
+    )
+
+
 @dataclass(eq=False, repr=False)
 class EntityRestorer:
     """A background loop of each orchestrator that hosts workflows of users and pools."""
@@ -93,6 +123,12 @@ class EntityRestorer:
     def __post_init__(self) -> None:
         #: Runs of `RUNS` that were open at the last look.
         self._runs: dict[str, ExecutionState] = {}
+        #: Reports what belongs to no pool: schedules, their runs, and all that is paused.
+        self._reports_all = True
+
+    def watches(self, workflow_id: str) -> bool:
+        """Return True if the end of this run would be noticed: it was open at the last look."""
+        return workflow_id in self._runs
 
     async def run(self) -> None:
         lock = LOCK_ID_BASE + zlib.crc32(self.settings.pool.encode())
@@ -105,8 +141,11 @@ class EntityRestorer:
 
     async def _run_while_leading(self, connection: AsyncConnection) -> None:
         self._runs.clear()
+        self._reports_all = await try_lock(connection, SHARED_LOCK_ID)
         async with tasks.running(self._look_forever()):
             while True:
+                if not self._reports_all:  # the restorer of another pool may have ended
+                    self._reports_all = await try_lock(connection, SHARED_LOCK_ID)
                 await send_sign_of_life(connection)
                 await asyncio.sleep(MAX_SILENCE_S / 6)
 
@@ -134,28 +173,28 @@ class EntityRestorer:
         pool, entity = self.settings.pool, names.worker_pool_id(self.settings.pool)
         seen = await read_execution(self.temporal, entity)
         if seen is not None and seen.is_open:
-            return await self._report_pauses([seen], "pool", f"pool:{pool}")
+            finding = await self.database.fetch(finding_of, entity)
+            if finding is not None and finding[0] == FindingState.MISSING:
+                # It was started, and its report failed; or somebody else has started it.
+                await self._rebuilt(_missing_pool(pool, finding[1]))
+            await self._report_pauses([seen], "pool", f"pool:{pool}")
+            return
         if seen is None and await self.database.fetch(pools.read_pool, pool) is None:
-            return None  # it has never run: the start of the orchestrator is not over
-        why = await explain_end(self.temporal, entity, seen)
-        missing = Finding(
-            entity=entity,
-            kind="pool",
-            state=FindingState.MISSING,
-            reason=why,
-            subject=f"pool:{pool}",
-        )
+            return  # it has never run: the start of the orchestrator is not over
+        missing = _missing_pool(pool, await explain_end(self.temporal, entity, seen))
         await self._record(missing)
         await ensure_pool(self.temporal, self.settings, patience=RPC_TIMEOUT)
         await self._rebuilt(missing)
-        return None
 
     async def look_at_schedules(self) -> None:
         """Makes schedules anew that somebody deleted. Raises `RPCError`."""
+        if not self._reports_all:
+            return
         for schedule_id, make_schedule in SCHEDULES.items():
-            if make_schedule(self.settings) is None:
-                continue
             entity = f"schedule:{schedule_id}"
+            if make_schedule(self.settings) is None:
+                await self._resumed([entity])
+                continue
             handle = self.temporal.get_schedule_handle(schedule_id)
             seen = await unless_missing(handle.describe(rpc_timeout=RPC_TIMEOUT))
             if seen is None:
@@ -194,7 +233,8 @@ class EntityRestorer:
         gaps = await self._compare(by_id)
         await self._report_ended_runs(by_id)
         await self._pass_on_orders(by_id)
-        await self._report_paused_runs(runs)
+        if self._reports_all:
+            await self._report_paused_runs(runs)
         if gaps.missing or gaps.outdated or gaps.surplus:
             await asyncio.sleep(self.confirm_after)
             await self._close_gaps(gaps)
@@ -290,17 +330,18 @@ class EntityRestorer:
             ):
                 self._runs.pop(entity, None)
                 continue
-            why = await explain_end(self.temporal, entity, now)
-            log.error("run_ended_by_hand", workflow=entity, reason=why)
-            await self._record(
-                Finding(
-                    entity=entity,
-                    kind="run",
-                    state=FindingState.ENDED,
-                    reason=why,
-                    subject=f"workflow:{entity}",
+            if self._reports_all:
+                why = await explain_end(self.temporal, entity, now)
+                log.error("run_ended_by_hand", workflow=entity, reason=why)
+                await self._record(
+                    Finding(
+                        entity=entity,
+                        kind="run",
+                        state=FindingState.ENDED,
+                        reason=why,
+                        subject=f"workflow:{entity}",
+                    )
                 )
-            )
             self._runs.pop(entity, None)
 
     # --- a rollout that was ended -----------------------------------------------------------------
@@ -339,12 +380,8 @@ class EntityRestorer:
             kind = _KINDS[run.kind]
             await self._report_pauses([run], kind, f"workflow:{run.workflow_id}")
         still = {run.workflow_id for run in paused}
-        keep = {
-            names.worker_pool_id(self.settings.pool),
-            *(f"schedule:{name}" for name in SCHEDULES),
-        }
         async with self.database.session() as session:
-            for entity in await resume_others(session, still | keep):
+            for entity in await resume_others(session, still, kinds=frozenset(_KINDS.values())):
                 log.info("entity_resumed", entity=entity)
 
     async def _report_pauses(self, runs: Iterable[ExecutionState], kind: str, subject: str) -> None:
@@ -364,7 +401,7 @@ class EntityRestorer:
 
     async def _resumed(self, entities: Sequence[str]) -> None:
         async with self.database.session() as session:
-            for entity in await resume_others(session, (), only=entities):
+            for entity in await resume_entities(session, entities):
                 log.info("entity_resumed", entity=entity)
 
     async def _record(self, finding: Finding) -> None:

@@ -1,14 +1,17 @@
 """Alerts operators, by mail and webhook, of errors and of conditions that need attention.
 
-Each API process looks every `CHECK_INTERVAL_S` seconds, one at a time. What was sent is in Valkey
-next to the job queue that delivers: neither PostgreSQL nor Temporal nor an orchestrator is needed
-to say that one is away. A message is stored before its jobs are made, and their ids are made of its
-own, so each message is sent once even if a process dies.
+Each API process looks every `CHECK_INTERVAL_S` seconds, one at a time, and writes what it measures
+of its host for the others. What was sent is in Valkey next to the job queue that delivers: neither
+PostgreSQL nor Temporal nor an orchestrator is needed to say that one is away. A message is stored
+before its jobs are made, and their ids are made of its own, so each message is sent once even if a
+process dies.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+import os
+import socket
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,6 +21,7 @@ from redis.exceptions import RedisError
 from sqlalchemy.exc import SQLAlchemyError
 
 from infra.alerts.book import AlertBook, AlertMessage
+from infra.alerts.hosts import HostReport, HostSample, read_reports, write_report
 from infra.doctor import measures
 from infra.jobs.kept import KeptJobs
 from infra.market.list_age import MAX_MISSED_DAYS
@@ -34,6 +38,8 @@ from worker_runtime.protocol.errors import BerthError, MalformedMessage
 
 #: Seconds between two looks.
 CHECK_INTERVAL_S = 10.0
+#: Seconds for the measurements of a host; the servers' clocks are among them.
+MEASURE_TIMEOUT_S = 3.0
 #: Delivery attempts; together they span two hours.
 MAX_DELIVERY_ATTEMPTS = 60
 #: The webhook's event, and the name from which its signing key is made.
@@ -51,12 +57,14 @@ class Condition(NamedTuple):
     above: float
     wait: float
     text: str
-    #: Without it nobody knows. `host`: it is always known.
+    #: Without it nobody knows. `host`: each API process measures it on its host.
     server: str = "postgresql"
     #: In place of `above`.
     below: float | None = None
     #: In place of `above`: the sample is a time that is fewer seconds ahead.
     within: float | None = None
+    #: It holds for each host on its own, and its text names the host.
+    by_host: bool = False
 
     def holds(self, value: float, now: float) -> bool:
         if self.within is not None:
@@ -218,40 +226,70 @@ CONDITIONS = (
         "valkey",
     ),
     Condition(
+        "berth_valkey_unlimited",
+        {},
+        0.5,
+        300,
+        "Valkey has no maxmemory: new orders are not refused before its host's memory is full, and "
+        "the kernel ends it then; `berth doctor valkey-memory`",
+        "valkey",
+    ),
+    Condition(
         "berth_clock_offset_seconds",
         {},
         measures.MAX_CLOCK_OFFSET_S,
         60,
-        "the clock of {server} differs by {value:.1f} s from an API's host: look at their time "
+        "the clock of {server} differs by {value:.1f} s from that of {host}: look at their time "
         "services",
         "host",
+        by_host=True,
     ),
     Condition(
         "berth_disk_free_bytes",
         {},
         0,
         60,
-        "the disk of {folder} is almost full: free space, `berth doctor disks`",
+        "the disk of {folder} on {host} is almost full: free space, `berth doctor disks`",
         "host",
         below=measures.MIN_DISK_FREE_BYTES,
+        by_host=True,
     ),
     Condition(
         "berth_disk_inodes_free_ratio",
         {},
         0,
         60,
-        "the disk of {folder} has almost no places for files left: delete files, `berth doctor "
-        "disks`",
+        "the disk of {folder} on {host} has almost no places for files left: delete files, "
+        "`berth doctor disks`",
         "host",
         below=measures.MIN_INODES_FREE_RATIO,
+        by_host=True,
     ),
     Condition(
         "berth_limit_used_ratio",
-        {},
+        {"limit": "files"},
         measures.MAX_LIMIT_USED_RATIO,
         60,
-        "{value:.0%} of the limit of {limit} are in use: raise it, `berth doctor limits`",
+        "{value:.0%} of the limit of {limit} are in use on {host}: raise it, `berth doctor limits`",
         "host",
+        by_host=True,
+    ),
+    Condition(
+        "berth_limit_used_ratio",
+        {"limit": "valkey"},
+        measures.MAX_LIMIT_USED_RATIO,
+        60,
+        "{value:.0%} of the connections of {limit} are in use: raise its limit, `berth doctor "
+        "limits`",
+        "valkey",
+    ),
+    Condition(
+        "berth_limit_used_ratio",
+        {"limit": "postgresql"},
+        measures.MAX_LIMIT_USED_RATIO,
+        60,
+        "{value:.0%} of the connections of {limit} are in use: raise its limit, `berth doctor "
+        "limits`",
     ),
     Condition(
         "berth_calendar_ends_timestamp_seconds",
@@ -278,11 +316,26 @@ CONDITIONS = (
         {},
         ALERT_ABOVE_SHARE,
         30,
-        "Valkey's memory is {value:.0%} full; above 85% new orders and claims are refused",
+        "Valkey's memory is {value:.0%} full; above 85% of its maxmemory new orders and claims are "
+        "refused",
         "valkey",
     ),
     Condition("berth_users", {"state": "Parked"}, 0, 0, "{value:.0f} users are parked", "temporal"),
 )
+
+
+_HOST_METRICS = sorted({each.metric for each in CONDITIONS if each.server == "host"})
+
+
+def _of_hosts(
+    condition: Condition, reports: Iterable[HostReport]
+) -> Iterator[tuple[dict[str, str], float]]:
+    """Yields labels and value of each sample of a condition's metric; the host is a label, too."""
+    for report in reports:
+        host = {"host": report.host} if condition.by_host else {}
+        for sample in report.samples:
+            if sample.metric == condition.metric:
+                yield {**sample.labels, **host}, sample.value
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -291,6 +344,9 @@ class OperatorAlerts:
     jobs: KeptJobs
     settings: Settings
     write_metrics: Callable[[MetricsPage], Awaitable[None]]
+    #: Writes what this host tells, which the others cannot measure.
+    write_host: Callable[[MetricsPage], Awaitable[None]]
+    host: str = field(default_factory=socket.gethostname)
 
     async def run(self, period: float = CHECK_INTERVAL_S) -> None:
         """Alerts operators in a background loop."""
@@ -301,6 +357,7 @@ class OperatorAlerts:
                 if await self.client.set(keys.ALERTS_TURN, 1, nx=True, px=int(period * 900)):
                     await self.look()
                     refused = False
+                await self.report_host()
             except (RedisError, OSError) as error:  # Valkey is away, or another process was faster
                 if refuses_writes(error) and not refused:  # the alerts' state is stored in Valkey
                     log.error("valkey_refuses_writes", code=code_of(error))
@@ -309,6 +366,21 @@ class OperatorAlerts:
             except Exception:  # the boundary of a loop
                 log.exception("alerts_failed")
             await asyncio.sleep(period)
+
+    async def report_host(self) -> None:
+        """Has whichever process looks next know how this host is. Raises `RedisError`."""
+        page = MetricsPage()
+        try:
+            async with asyncio.timeout(MEASURE_TIMEOUT_S):
+                await self.write_host(page)
+        except (BerthError, SQLAlchemyError, TimeoutError) as error:  # some of it is on the page
+            log.warning("host_not_measured", error=type(error).__name__)
+        samples = [
+            HostSample(metric, labels, value)
+            for metric in _HOST_METRICS
+            for labels, value in page.samples(metric)
+        ]
+        await write_report(self.client, f"{self.host}:{os.getpid()}", self.host, samples)
 
     async def look(self) -> None:
         """Tells what is new. Raises `RedisError`, also if another process has looked meanwhile."""
@@ -351,8 +423,12 @@ class OperatorAlerts:
                     30,
                     now,
                 )
+        reports = await read_reports(self.client, now)
         for condition in CONDITIONS:
-            for labels, value in page.samples(condition.metric):
+            samples = page.samples(condition.metric)
+            if condition.server == "host":
+                samples = list(_of_hosts(condition, reports))
+            for labels, value in samples:
                 if condition.holds(value, now) and condition.labels.items() <= labels.items():
                     key = "|".join((condition.server, condition.metric, *labels.values()))
                     day = measures.day_of(value) if condition.within is not None else ""

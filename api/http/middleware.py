@@ -16,7 +16,7 @@ from typing import Any
 
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from api.http.errors import BodyTooLarge, BodyTooSlow, HeadTooLarge, TooManyRequests
 from api.http.limits import RequestLimits
@@ -33,8 +33,12 @@ MAX_BODY_BYTES_BY_PATH = {"/v1/jobs": 128 * 1024, "/v1/jobs/batch": 1024 * 1024}
 #: Seconds in which a body has to arrive. No client of ours takes a second for 64 KiB.
 BODY_TIMEOUT_S = 10.0
 #: Bytes of a request's head, which uvicorn does not bound. A token and a long query take about
-#: 2,000.
+#: 2,000. Trailers, and the framing of a chunk, have as many.
 MAX_HEAD_BYTES = 64 * 1024
+#: Bytes that are parsed before the limits are looked at again; a read has up to 256,000.
+MAX_PART_BYTES = 16 * 1024
+#: Requests of one connection that wait for the answer to an earlier one. Proxies send none so.
+MAX_PIPELINED_REQUESTS = 32
 #: Seconds in which a head has to arrive, which uvicorn does not bound.
 HEAD_TIMEOUT_S = 10.0
 #: Seconds for which the rest of a head that is too large is read, and thrown away.
@@ -43,37 +47,69 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 class HeadLimitingProtocol(HttpToolsProtocol):
-    """Refuses a head that is too large,
-    and closes a connection whose next head is not here in time."""
+    """Bounds what a client sends besides bodies, and closes a connection whose next head is late.
+
+    That is heads, also behind an answer that is under way, trailers, the framing of chunks, and
+    requests that wait for an answer to an earlier one. Trailers are ignored: they arrive when
+    proxies and limits have read the head.
+    """
 
     head_time = HEAD_TIMEOUT_S
     _refused = False
+    #: The oldest request whose answer is not complete, or the last one.
+    _running: RequestResponseCycle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._head_due: asyncio.TimerHandle | None = None
         self._await_head()
 
+    @property
+    def _is_answering(self) -> bool:
+        return self._running is not None and not self._running.response_complete
+
     def _await_head(self) -> None:
-        self._head_size = 0
-        self._head_due: asyncio.TimerHandle | None = self.loop.call_later(
-            self.head_time, self.transport.close
-        )
+        if self._head_due is None:
+            #: Bytes since a head was complete or a body continued.
+            self._size = 0
+            self._head_due = self.loop.call_later(self.head_time, self._head_is_late)
+
+    def _head_is_late(self) -> None:
+        self._head_due = None
+        if self.flow.read_paused:  # requests wait for an answer: the client is not to blame
+            self._head_due = self.loop.call_later(self.head_time, self._head_is_late)
+        elif self._is_answering:
+            self.transport.abort()
+        else:
+            self.transport.close()
 
     def data_received(self, data: bytes) -> None:
-        if self._refused:
-            return
-        if self._head_due is None and self.cycle.response_complete:
-            self._await_head()
-        super().data_received(data)
-        if self._head_due is not None:
-            self._head_size += len(data)
-            if self._head_size > MAX_HEAD_BYTES:
-                self._refuse_head()
+        for start in range(0, len(data), MAX_PART_BYTES):
+            if self._refused or self.transport.is_closing():
+                return
+            self._receive(data[start : start + MAX_PART_BYTES])
 
-    def _refuse_head(self) -> None:
-        """Answers 431, and reads on for a moment: closed at once, the answer could be lost."""
+    def _receive(self, data: bytes) -> None:
+        if self._head_due is None and not self._is_answering:
+            self._await_head()
+        self._size += len(data)
+        super().data_received(data)
+        if self._size > MAX_HEAD_BYTES or len(self.pipeline) > MAX_PIPELINED_REQUESTS:
+            self._refuse()
+
+    def _refuse(self) -> None:
+        """Answers 431, and reads on for a moment: closed at once, the answer could be lost.
+
+        While an earlier request has no complete answer, 431 would be taken for it: then the
+        connection ends without one.
+        """
         self._refused = True
         self._head_arrived()
+        if self._running is not None and self._is_answering:
+            if self._running.response_started or not self._running.more_body:
+                self.transport.abort()
+                return
+            self._disconnect(self._running)
         body = json.dumps(body_of(HeadTooLarge())).encode()
         head = (
             b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
@@ -84,13 +120,39 @@ class HeadLimitingProtocol(HttpToolsProtocol):
         )
         self.loop.call_later(DISCARD_TIMEOUT_S, self.transport.close)
 
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._await_head()
+
     def on_headers_complete(self) -> None:
         self._head_arrived()
+        self._size = 0
         super().on_headers_complete()
+        if not self.pipeline:
+            self._running = self.cycle
+        # The request keeps the list that it has; trailers go into this one, which nobody reads.
+        self.headers = []
+
+    def on_body(self, body: bytes) -> None:
+        if self._is_answering:
+            self._size = 0
+        super().on_body(body)
+
+    def on_response_complete(self) -> None:
+        if self.pipeline:
+            self._running = self.pipeline[-1][0]
+        super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_arrived()
         super().connection_lost(exc)
+        if self._running is not None and self._is_answering:
+            self._disconnect(self._running)  # uvicorn tells the newest request only
+
+    @staticmethod
+    def _disconnect(cycle: RequestResponseCycle) -> None:
+        cycle.disconnected = True
+        cycle.message_event.set()
 
     def _head_arrived(self) -> None:
         if self._head_due is not None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
 
-from sqlalchemy import case, func, or_, select, text, update
+from sqlalchemy import ColumnElement, case, func, or_, select, text, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -78,18 +78,23 @@ async def record_finding(session: AsyncSession, finding: Finding) -> bool:
 
 
 async def resume_others(
-    session: AsyncSession, paused: Collection[str], only: Collection[str] | None = None
+    session: AsyncSession, paused: Collection[str], *, kinds: Collection[str]
 ) -> list[str]:
-    """Marks as resumed what was paused and is no longer among `paused`; returns it.
-
-    `only`: looks at these entities alone.
-    """
-    others = update(EntityFinding).where(
-        EntityFinding.state == FindingState.PAUSED, EntityFinding.entity.not_in(paused)
+    """Marks as resumed what of these kinds was paused and is no longer among `paused`; returns
+    it."""
+    return await _resume(
+        session, EntityFinding.entity.not_in(paused) & EntityFinding.kind.in_(kinds)
     )
-    if only is not None:
-        others = others.where(EntityFinding.entity.in_(only))
-    changed = others.values(
+
+
+async def resume_entities(session: AsyncSession, entities: Collection[str]) -> list[str]:
+    """Marks as resumed what of these was paused; returns it."""
+    return await _resume(session, EntityFinding.entity.in_(entities))
+
+
+async def _resume(session: AsyncSession, which: ColumnElement[bool]) -> list[str]:
+    resumed = update(EntityFinding).where(EntityFinding.state == FindingState.PAUSED, which)
+    changed = resumed.values(
         state=FindingState.RESUMED, since=func.clock_timestamp(), seen_at=func.clock_timestamp()
     )
     return list(await session.scalars(changed.returning(EntityFinding.entity)))

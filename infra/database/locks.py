@@ -85,6 +85,11 @@ async def send_sign_of_life(connection: AsyncConnection | AsyncSession) -> None:
     await connection.execute(_NOTHING)
 
 
+async def try_lock(connection: AsyncConnection, lock: int) -> bool:
+    """Takes an advisory lock until the connection ends; False: another connection has it."""
+    return bool(await connection.scalar(_TRY, {"lock": lock}))
+
+
 #: What a leader does, and what a process on standby does; both with the connection of the lock.
 ConnectionWork = Callable[[AsyncConnection], Awaitable[None]]
 
@@ -115,7 +120,7 @@ async def lead(
             await connection.execute(text(f"set idle_session_timeout = '{MAX_SILENCE_S}s'"))
             # A process stopped between the messages of a statement is not idle to PostgreSQL.
             await connection.execute(text(f"set transaction_timeout = '{MAX_SILENCE_S}s'"))
-            while not await connection.scalar(_TRY, {"lock": lock}):
+            while not await try_lock(connection, lock):
                 if on_standby is not None:
                     await on_standby(connection)
                 await asyncio.sleep(standby)

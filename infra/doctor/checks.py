@@ -152,18 +152,18 @@ async def _persistence(settings: Settings) -> str:
 
 async def _memory(settings: Settings) -> str:
     async with connect_valkey(settings.valkey_url) as client:
-        state = await read_valkey_state(client)
-    limit = state.maxmemory or state.host_bytes
-    used = f"{_mebibytes(state.used_bytes)} of {_mebibytes(limit)} are used"
-    if state.memory_used_ratio > MAX_MEMORY_USED_RATIO:
+        memory = (await read_valkey_state(client)).memory
+    used = f"{_mebibytes(memory.used)} of {_mebibytes(memory.available)} are used"
+    if not memory.limit:
+        raise ServerRefuses(
+            f"it has no maxmemory, so nothing is refused before its host's memory is full, and "
+            f"the kernel ends it then; {used}. Set one below the host's memory: valkey-cli CONFIG "
+            "SET maxmemory 1gb, and in its configuration"
+        )
+    if memory.share > MAX_MEMORY_USED_RATIO:
         raise ServerRefuses(
             f"{used}: new orders and workers are refused. Raise its maxmemory, or find what fills "
             "it: valkey-cli --bigkeys"
-        )
-    if not state.maxmemory:
-        return (
-            f"{used}; it has no maxmemory, so the kernel would end it when its host's "
-            "memory is full"
         )
     return used
 

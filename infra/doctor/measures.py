@@ -22,7 +22,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from infra.market.calendar import HOME_ZONE, Calendar
 from infra.settings import Settings
 from infra.valkey.client import read_clock
-from infra.valkey.memory import REFUSED_ABOVE_PERMILLE
+from infra.valkey.memory import REFUSED_ABOVE_PERMILLE, MemoryUse
 from infra.vault.jwt import expiry_of
 
 #: Seconds that a clock may be off. NTP keeps clocks within milliseconds.
@@ -60,10 +60,7 @@ class ValkeyState:
     #: Which of its ways to save failed last time.
     failed_saves: tuple[str, ...]
     replicas: int
-    used_bytes: int
-    #: 0: without a limit.
-    maxmemory: int
-    host_bytes: int
+    memory: MemoryUse
     connections_ratio: float
 
     @classmethod
@@ -78,9 +75,7 @@ class ValkeyState:
             appends=bool(info.get("aof_enabled")),
             failed_saves=tuple(name for name, status in saves.items() if status == "err"),
             replicas=int(info.get("connected_slaves", 0)),
-            used_bytes=int(info.get("used_memory", 0)),
-            maxmemory=int(info.get("maxmemory", 0)),
-            host_bytes=int(info.get("total_system_memory", 0)),
+            memory=MemoryUse.of(info),
             connections_ratio=int(info.get("connected_clients", 0))
             / max(1, int(info.get("maxclients", 1))),
         )
@@ -93,10 +88,6 @@ class ValkeyState:
     def is_kept(self) -> bool:
         """False if a restart loses everything."""
         return self.appends or self.replicas > 0
-
-    @property
-    def memory_used_ratio(self) -> float:
-        return self.used_bytes / max(1, self.maxmemory or self.host_bytes)
 
 
 async def read_valkey_state(client: Redis) -> ValkeyState:

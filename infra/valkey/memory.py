@@ -9,26 +9,33 @@ from typing import Any, Final, NamedTuple
 
 from redis.asyncio import Redis
 
-#: Share of `maxmemory`; the rules of `infra/monitoring/rules.yaml` name the same.
+#: Share of `MemoryUse.available`; the rules of `infra/monitoring/rules.yaml` name the same.
 ALERT_ABOVE_SHARE: Final = 0.7
 #: Thousandths of `maxmemory`, as the scripts take it.
 REFUSED_ABOVE_PERMILLE: Final = 850
 
 
 class MemoryUse(NamedTuple):
-    """Bytes that a server uses, and may use; `limit` is 0 if it has none."""
+    """Bytes that a server uses, may use, and that its host has; `limit` is 0 if it has none."""
 
     used: int
     limit: int
+    host: int = 0
 
     @classmethod
     def of(cls, info: dict[str, Any]) -> "MemoryUse":
         """Reads the memory use from the reply to INFO memory."""
-        return cls(int(info.get("used_memory", 0)), int(info.get("maxmemory", 0)))
+        names = "used_memory", "maxmemory", "total_system_memory"
+        return cls(*(int(info.get(name, 0)) for name in names))
+
+    @property
+    def available(self) -> int:
+        """Return the server's limit; without one, its host's memory: the kernel ends it there."""
+        return self.limit or self.host
 
     @property
     def share(self) -> float:
-        return self.used / self.limit if self.limit else 0.0
+        return self.used / self.available if self.available else 0.0
 
 
 async def read_memory(client: Redis) -> MemoryUse:

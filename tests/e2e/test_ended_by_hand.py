@@ -3,6 +3,7 @@ workers."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from infra.exchange.behaviour import Behaviour
+from infra.exchange.behaviour import Behaviour, FaultPoint
 from tests.support.systems.local import POOL, RunningSystem, Trader, until
 from workflows import names
 
@@ -136,6 +137,41 @@ def test_a_user_with_an_order_in_flight_keeps_the_worker(system: RunningSystem, 
         second.json()["id"],
     ]
     assert len(system.sessions(trader)) == 1  # it never logged in anew
+
+
+def open_run(system: RunningSystem, workflow_id: str) -> str | None:
+    """The id of a workflow's run that is under way."""
+    query = f"WorkflowId = '{workflow_id}' AND ExecutionStatus = 'Running'"
+    listed = json.loads(temporal(system, "workflow", "list", "--query", query, "--output", "json"))
+    run_id: str | None = listed[0]["execution"]["runId"] if listed else None
+    return run_id
+
+
+@pytest.mark.parametrize("how", ["terminate", "cancel", "delete", "reset"])
+def test_an_order_whose_workflow_was_ended_is_followed_again(
+    system: RunningSystem, how: str
+) -> None:
+    trader = system.trader()
+    system.start_until_active(trader)
+    # Nothing tells of the order while the broker's list is a minute behind.
+    faults = {FaultPoint.LOST_ACK: 1, FaultPoint.LOST_EVENT: 1}
+    silent = Behaviour(faults=faults, listing_lag_ms=60_000)
+    system.exchange(lambda admin: admin.set_behaviour(trader.account_id, silent))
+    order_id = system.order(trader).json()["id"]
+
+    def state() -> str:
+        return str(system.call("GET", f"/v1/orders/{order_id}", trader.api_key).json()["state"])
+
+    until(lambda: state() == "unknown", "unknown order")
+    followed = names.order_id(order_id)
+    first = until(lambda: open_run(system, followed), "run that follows the order", BACK)
+    end(system, how, followed)
+    # The sweeper itself would look only after five minutes.
+    until(lambda: open_run(system, followed) not in (None, first), "another run", BACK)
+    assert state() == "unknown"
+    system.exchange(lambda admin: admin.set_behaviour(trader.account_id, Behaviour()))
+    until(lambda: state() == "filled", "final order", BACK)
+    assert len(system.ledger(trader)) == 1
 
 
 def test_a_cancelled_workflow_ends_its_worker_in_order(system: RunningSystem) -> None:

@@ -31,9 +31,17 @@ _LINE_MAX = 400
 _GET_DOCKER = "run `bash infra/lab/get_docker.sh .venv/bin/python` as root"
 
 
-def pgbouncer() -> str | None:
-    """Returns the program; Debian has it where only administrators look."""
-    return shutil.which("pgbouncer") or shutil.which("pgbouncer", path="/usr/sbin")
+def server_program(name: str) -> str | None:
+    """Returns a program of the PATH, or of the folder `sbin` next to a `bin` there, where Debian
+    has what only administrators start."""
+    folders = [Path(folder) for folder in os.environ.get("PATH", "").split(os.pathsep)]
+    siblings = [str(folder.with_name("sbin")) for folder in folders if folder.name == "bin"]
+    return shutil.which(name) or shutil.which(name, path=os.pathsep.join(siblings))
+
+
+def _without_server(program: str, package: str) -> str:
+    missing = f"{program} is not installed; install Debian's package {package}"
+    return "" if server_program(program) else missing
 
 
 def _without(program: str, remedy: str) -> str:
@@ -124,11 +132,9 @@ NEEDS = {
     "history": Need("the former release next to this one", _why_no_history),
     "memory limits": Need("memory limits of worker processes", _why_no_memory_limits),
     "network namespaces": Need("Shioaji's SDK without a network", _why_no_network_namespaces),
+    "nginx": Need("the API behind nginx", lambda: _without_server("nginx", "nginx-light")),
     "pgbouncer": Need(
-        "PostgreSQL behind PgBouncer",
-        lambda: (
-            "" if pgbouncer() else "pgbouncer is not installed; install Debian's package pgbouncer"
-        ),
+        "PostgreSQL behind PgBouncer", lambda: _without_server("pgbouncer", "pgbouncer")
     ),
     "promtool": Need(
         "alert rules of Prometheus",

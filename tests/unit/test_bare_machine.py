@@ -27,6 +27,8 @@ AFFECTED = (
     "tests/compose",
     "tests/containers",
     "tests/e2e/test_page.py",
+    "tests/integration/api/test_nginx.py",
+    "tests/integration/api/test_pgbouncer.py",
     "tests/integration/local/test_two_releases.py",
     "tests/unit/docs/test_compose_setup.py",
     "tests/unit/docs/test_monitoring.py",
@@ -38,6 +40,8 @@ MISSING = {
     "compose command": "get_docker.sh",
     "containers": "get_docker.sh",
     "history": "git",
+    "nginx": "nginx-light",
+    "pgbouncer": "pgbouncer",
     "promtool": "prometheus",
 }
 

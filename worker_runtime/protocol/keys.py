@@ -47,6 +47,7 @@ are in one slot, so that one script may use them together.
 | berth:alerts | string | for ever | what operators were told, and what they are told next |
 | berth:probe | string | 60 s | written by `/v1/readyz` and `berth doctor` to see that Valkey takes writes |
 | berth:alerts:turn | string | 10 s | the API process that looked for alerts last |
+| berth:hosts | hash | 60 s | what each API process measures of its host, for alerts |
 | berth:launches | string | a burst | when the next launch is due by the platform's rate |
 | berth:answers:<process>:<user> | channel |  | a user's answers for one API process |
 | berth:answers:{user}:<request> | channel |  | the answer for a job of the user's own |
@@ -74,6 +75,7 @@ LAUNCHES = "berth:launches"
 ERRORS = "berth:errors"
 ALERTS = "berth:alerts"
 ALERTS_TURN = "berth:alerts:turn"
+HOST_REPORTS = "berth:hosts"
 #: Written by who wants to know whether the server takes writes.
 WRITE_PROBE = "berth:probe"
 

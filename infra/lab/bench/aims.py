@@ -11,15 +11,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from infra.lab import figures
-from infra.lab.bench.jobs import crashes
+from infra.lab.bench.jobs import contenders, crashes
 
 Result = Mapping[str, Any]
+
+
+class NotMeasured(Exception):
+    """The options of a run left this out."""
 
 
 class Aim(NamedTuple):
     what: str
     limit: float
-    #: Finds the measured figure; a `LookupError` says that it was not measured.
+    #: Finds the measured figure. `NotMeasured` says that the options left it out; with any other
+    #: error, such as of a key that was renamed, the aim is missed.
     figure: Callable[[Result], float]
     #: The limit is the least that is good, not the most.
     least: bool = False
@@ -73,10 +78,14 @@ AIMS: dict[str, tuple[Aim, ...]] = {
         Aim(
             "session stopped to Active again, beyond the pulse timeout, p50 (s)",
             1.5,
-            lambda result: result["in_place"]["frozen"]["p50_s"] - result["pulse_timeout_s"],
+            lambda result: (
+                _chosen(result["in_place"], "frozen")["p50_s"] - result["pulse_timeout_s"]
+            ),
         ),
         Aim(
-            "replaced because their host stood still", 0, lambda result: result["stall"]["replaced"]
+            "replaced because their host stood still",
+            0,
+            lambda result: _chosen(result, "stall")["replaced"],
         ),
     ),
     "idle": (
@@ -94,18 +103,16 @@ AIMS: dict[str, tuple[Aim, ...]] = {
         Aim("claims a second", 2000, lambda result: result["per_s"], least=True),
     ),
     "maintenance": (
-        Aim("scan of 10,000 workers (s)", 1, lambda result: result["sizes"]["10000"]["scan_s"]),
+        Aim("scan of 10,000 workers (s)", 1, lambda result: _size(result, "10000")["scan_s"]),
         Aim(
             "whole pass over 10,000 workers (s)",
             3,
-            lambda result: result["sizes"]["10000"]["total_s"],
+            lambda result: _size(result, "10000")["total_s"],
         ),
         Aim(
             "whole pass over 20,000 workers, times that over 10,000",
             2.3,
-            lambda result: (
-                result["sizes"]["20000"]["total_s"] / result["sizes"]["10000"]["total_s"]
-            ),
+            lambda result: _size(result, "20000")["total_s"] / _size(result, "10000")["total_s"],
         ),
     ),
     "tiers": (
@@ -131,19 +138,23 @@ AIMS: dict[str, tuple[Aim, ...]] = {
         Aim(
             "100 jobs a child, times the fastest peer that keeps jobs",
             1,
-            lambda result: min(result["times_fastest_keeper"].values()),
+            lambda result: min(_times_fastest_keeper(result).values()),
             least=True,
         ),
-        Aim("pick-up by a fresh child, p50 (ms)", 4, lambda result: result["fresh"]["1"]["p50_ms"]),
+        Aim(
+            "pick-up by a fresh child, p50 (ms)",
+            4,
+            lambda result: _chosen(result["fresh"], "1")["p50_ms"],
+        ),
         Aim(
             "pick-up, 100 jobs a child, p50 (ms)",
             1.5,
-            lambda result: result["recycled"]["1"]["p50_ms"],
+            lambda result: _chosen(result["recycled"], "1")["p50_ms"],
         ),
         Aim(
             "pick-up, 100 jobs a child, p99 (ms)",
             5,
-            lambda result: result["recycled"]["1"]["p99_ms"],
+            lambda result: _chosen(result["recycled"], "1")["p99_ms"],
         ),
         Aim(
             "kill -9 to the next start, beyond the lease (s)",
@@ -157,14 +168,14 @@ AIMS: dict[str, tuple[Aim, ...]] = {
             Aim(
                 f"lost jobs, {fault}",
                 0,
-                lambda result, fault=fault: crashes.worst(result, "lost", (fault,)),  # type: ignore[misc]
+                lambda result, fault=fault: _worst(result, "lost", (fault,)),  # type: ignore[misc]
             )
             for fault in crashes.FAULTS
         ),
         Aim(
             "doubled jobs but for a freeze",
             0,
-            lambda result: crashes.worst(result, "doubled", crashes.FAULTS[:-1]),
+            lambda result: _worst(result, "doubled", crashes.FAULTS[:-1]),
         ),
     ),
     "own-jobs": (
@@ -192,11 +203,38 @@ AIMS: dict[str, tuple[Aim, ...]] = {
         Aim(
             f"lost leases at {quota} % of a CPU",
             0,
-            lambda result, quota=quota: result[quota]["lost"],  # type: ignore[misc]
+            lambda result, quota=quota: _chosen(result, quota)["lost"],  # type: ignore[misc]
         )
         for quota in ("200", "100", "25")
     ),
 }
+
+
+def _chosen(parts: Result, name: str) -> Any:
+    """Return a part of a result that the options choose. Raises `NotMeasured`."""
+    if name not in parts:
+        raise NotMeasured(name)
+    return parts[name]
+
+
+def _size(result: Result, workers: str) -> Any:
+    return _chosen(result["sizes"], workers)
+
+
+def _times_fastest_keeper(result: Result) -> Mapping[str, float]:
+    """Return our rates, times that of the fastest peer: known if all peers were measured. Raises
+    `NotMeasured`."""
+    for peer in contenders.OTHER_PEERS:
+        _chosen(result["peers"], peer)
+    times: Mapping[str, float] = result["times_fastest_keeper"]
+    return times
+
+
+def _worst(result: Result, figure: str, faults: Sequence[str]) -> float:
+    """Return the largest such figure of our runner. Raises `NotMeasured` if a fault was left
+    out."""
+    ours = result["matrix"][crashes.OURS]
+    return float(max(_chosen(ours, fault)[figure] for fault in faults))
 
 
 def _beyond_lease(result: Result) -> float:
@@ -204,15 +242,21 @@ def _beyond_lease(result: Result) -> float:
 
 
 def judge(aims: Sequence[Aim], result: Result) -> list[dict[str, Any]]:
-    """Return the aims of a benchmark with what it measured, without those that it did not
-    measure."""
+    """Return the aims of a benchmark with what it measured, without those that its options left
+    out.
+
+    An aim whose figure is not where it should be is missed, and has the figure None.
+    """
     judged = []
     for aim in aims:
+        figure: float | None
         try:
             figure = round(float(aim.figure(result)), 3)
-        except LookupError:
+            met = figure >= aim.limit if aim.least else figure <= aim.limit
+        except NotMeasured:
             continue
-        met = figure >= aim.limit if aim.least else figure <= aim.limit
+        except (LookupError, TypeError, ValueError, ArithmeticError):
+            figure, met = None, False
         judged.append(
             {"what": aim.what, "limit": aim.limit, "least": aim.least, "figure": figure, "met": met}
         )
@@ -221,10 +265,10 @@ def judge(aims: Sequence[Aim], result: Result) -> list[dict[str, Any]]:
 
 def describe(judged: Mapping[str, Any]) -> str:
     """Return a judged aim as a line: what, its limit, and the figure."""
-    return (
-        f"{judged['what']}: {_limit(judged['limit'], judged['least'])}, measured "
-        f"{judged['figure']:g}"
-    )
+    aim = f"{judged['what']}: {_limit(judged['limit'], judged['least'])}"
+    if judged["figure"] is None:
+        return f"{aim}, but the result has no such figure: its key may have another name now"
+    return f"{aim}, measured {judged['figure']:g}"
 
 
 def _limit(limit: float, least: bool) -> str:
@@ -239,8 +283,8 @@ def table(name: str, aims: Sequence[Aim], judged: Sequence[Mapping[str, Any]]) -
     for aim in aims:
         verdict = "not measured"
         if aim.what in known:
-            verdict = (
-                f"{known[aim.what]['figure']:g}, {'met' if known[aim.what]['met'] else 'missed'}"
-            )
+            figure, met = known[aim.what]["figure"], known[aim.what]["met"]
+            shown = "no figure" if figure is None else f"{figure:g}"
+            verdict = f"{shown}, {'met' if met else 'missed'}"
         rows.append((f"{aim.what}: {_limit(aim.limit, aim.least)}", verdict))
     figures.print_table(f"{name}: aims, on 2 quiet cores", rows)

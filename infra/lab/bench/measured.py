@@ -127,9 +127,8 @@ def _rendered(name: str, record: Record | None) -> str:
 
 def _aim_row(aim: Mapping[str, Any]) -> str:
     limit = f"{'at least' if aim['least'] else 'at most'} {aim['limit']:g}"
-    return (
-        f"| {aim['what']} | {limit} | {aim['figure']:g} | {'met' if aim['met'] else '**missed**'} |"
-    )
+    figure = "no figure" if aim["figure"] is None else f"{aim['figure']:g}"
+    return f"| {aim['what']} | {limit} | {figure} | {'met' if aim['met'] else '**missed**'} |"
 
 
 def unproven_sections(page: str) -> list[str]:

@@ -23,12 +23,13 @@ from sqlalchemy import text
 from api.fleet.alerts import OperatorAlerts
 from infra.alerts.book import AlertBook, AlertMessage, OperatorAlert
 from infra.alerts.errors import collector
+from infra.alerts.hosts import HostReport, HostSample, read_reports
 from infra.database.dead_letters import DeadLetter, DeadLetters
 from infra.database.engine import Database, DatabaseUnavailable
 from infra.local.servers import ValkeyServer
 from infra.metrics import MetricsPage
 from infra.settings import Settings
-from infra.valkey.client import connect_valkey, reply_of
+from infra.valkey.client import connect_valkey, read_clock, reply_of
 from tests.support.jobs.queue import QueueHarness
 from tests.support.jobs.runners import RunnerFleet
 from tests.support.receivers.mail import port_of, serving
@@ -84,6 +85,10 @@ async def jobs(client: Redis) -> dict[str, str]:
         job = read_job(payload_of(await reply_of(client.hget(key, "body"))))
         bodies[job.job_id] = bytes(job.args).decode()
     return bodies
+
+
+async def no_host(page: MetricsPage) -> None:
+    """Stands for a host that measures nothing."""
 
 
 async def report(client: Redis, key: str, said: str) -> None:
@@ -238,7 +243,8 @@ async def test_without_postgresql_nothing_counts_as_over(calling: ServedApi) -> 
         raise DatabaseUnavailable
 
     await age(client, 600)
-    await OperatorAlerts(client, services.kept_jobs, services.settings, unread).look()
+    alerts = OperatorAlerts(client, services.kept_jobs, services.settings, unread, no_host)
+    await alerts.look()
     assert await jobs(client) == told
     await age(client, 600)
     await services.alerts.look()
@@ -255,7 +261,8 @@ async def test_a_condition_that_cannot_be_read_silences_no_other_one_and_no_erro
         raise RecursionError
 
     await report(client, "api|e", "e in api")
-    await OperatorAlerts(client, services.kept_jobs, services.settings, broken).look()
+    alerts = OperatorAlerts(client, services.kept_jobs, services.settings, broken, no_host)
+    await alerts.look()
     bodies = (await jobs(client)).values()
     assert len(bodies) == 2
     assert all("e in api (1 since" in body for body in bodies)
@@ -307,7 +314,7 @@ async def main():
     client = connect_valkey(sys.argv[1])
     away = Database("postgresql+asyncpg://nobody@127.0.0.1:1/none")
     jobs = KeptJobs(away, JobClient(client, SECRETS))
-    await OperatorAlerts(client, jobs, settings, nothing).run(period=0.01)
+    await OperatorAlerts(client, jobs, settings, nothing, nothing).run(period=0.01)
 asyncio.run(main())
 """
 
@@ -390,17 +397,31 @@ async def test_findings_name_what_valkey_depends_on(
             ("valkey",),
             3.04,
             0.9,
-            "the clock of valkey differs by 3.0 s",
+            "the clock of valkey differs by 3.0 s from that of host-1",
         ),
-        ("berth_disk_free_bytes", ("/data",), 10, 2**31, "the disk of /data is almost full"),
+        (
+            "berth_disk_free_bytes",
+            ("/data",),
+            10,
+            2**31,
+            "the disk of /data on host-1 is almost full",
+        ),
         (
             "berth_disk_inodes_free_ratio",
             ("/data",),
             0.001,
             0.5,
-            "/data has almost no places for files",
+            "/data on host-1 has almost no places for files",
         ),
         ("berth_limit_used_ratio", ("files",), 0.91, 0.5, "91% of the limit of files are in use"),
+        ("berth_limit_used_ratio", ("valkey",), 0.91, 0.5, "91% of the connections of valkey"),
+        (
+            "berth_limit_used_ratio",
+            ("postgresql",),
+            0.91,
+            0.5,
+            "91% of the connections of postgresql",
+        ),
         (
             "berth_calendar_ends_timestamp_seconds",
             (),
@@ -428,15 +449,69 @@ async def test_findings_name_what_a_host_depends_on(
         page.add("berth_server_up", 1, "valkey")
         page.add(metric, base + shown, *labels)
 
-    alerts = OperatorAlerts(
-        client, calling.services.alerts.jobs, calling.services.alerts.settings, write
-    )
+    known = calling.services.alerts
+    alerts = OperatorAlerts(client, known.jobs, known.settings, write, write, "host-1")
+    await alerts.report_host()
     await alerts.look()
     assert not await jobs(client)
     shown = value
+    await alerts.report_host()
     await alerts.look()
     await age(client, 301)
     await alerts.look()
     told = list((await jobs(client)).values())
     assert len(told) == 2
     assert all(said in body for body in told), told
+
+
+async def test_a_full_disk_of_one_of_three_hosts_alerts_in_time_whoever_looks(
+    calling: ServedApi,
+) -> None:
+    client, known = calling.services.valkey, calling.services.alerts
+    free = {"host-a": 2**40, "host-b": 10, "host-c": 2**40}
+
+    def alerts_of(host: str) -> OperatorAlerts:
+        async def write(page: MetricsPage) -> None:
+            page.add("berth_disk_free_bytes", free[host], "/data")
+
+        async def nothing_else(page: MetricsPage) -> None:
+            for server in ("postgresql", "valkey", "temporal"):
+                page.add("berth_server_up", 1, server)
+
+        return OperatorAlerts(client, known.jobs, known.settings, nothing_else, write, host)
+
+    hosts = {host: alerts_of(host) for host in free}
+
+    async def look(host: str) -> None:
+        """Has this host look, ten seconds after the look before."""
+        await age(client, 10)
+        for alerts in hosts.values():
+            await alerts.report_host()
+        await hosts[host].look()
+
+    await hosts["host-a"].look()
+    for _ in range(4):  # the host with the full disk never has the turn
+        await look("host-a")
+        await look("host-c")
+    told = await jobs(client)
+    assert len(told) == 2
+    assert all("the disk of /data on host-b is almost full" in body for body in told.values())
+    free["host-b"] = 2**40
+    for _ in range(4):
+        await look("host-a")
+        await look("host-b")
+    new = [body for name, body in (await jobs(client)).items() if name not in told]
+    assert len(new) == 2
+    assert all("OVER the disk of /data on host-b" in body for body in new)
+
+
+async def test_a_host_that_reports_no_more_is_forgotten(valkey_client: Redis) -> None:
+    client = valkey_client
+    now = await read_clock(client) / 1000
+    full = [HostSample("berth_disk_free_bytes", {"folder": "/data"}, 1)]
+    for host, at in (("present", now - 10), ("gone", now - 60)):
+        report = msgspec.json.encode(HostReport(host, at, full))
+        await reply_of(client.hset(keys.HOST_REPORTS, host, report))
+    await reply_of(client.hset(keys.HOST_REPORTS, "garbage", "{"))
+    assert [report.host for report in await read_reports(client, now)] == ["present"]
+    assert await reply_of(client.hkeys(keys.HOST_REPORTS)) == [b"present"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import shutil
 import ssl
 import subprocess
 import textwrap
@@ -24,17 +23,14 @@ from infra.client.client import AsyncBerthClient
 from infra.local.process import free_port
 from infra.settings import Settings
 from tests.support.api.webhooks import create_webhook, make_signal
+from tests.support.needs import server_program
 from tests.support.proxies.temporal_tls import CertificateAuthority
 from tests.support.systems.api import ServedApi, StartWorker, an_order, running_api
 from tests.support.waiting import until
 
-NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "behind-a-proxy.md"
 
-pytestmark = [
-    pytest.mark.timeout(180),
-    pytest.mark.skipif(not NGINX, reason="install Debian's nginx-light"),
-]
+pytestmark = [pytest.mark.needs("nginx"), pytest.mark.timeout(180)]
 
 
 @dataclass
@@ -94,9 +90,10 @@ def configuration(
 @asynccontextmanager
 async def started_nginx(folder: Path, text: str, port: int) -> AsyncIterator[None]:
     (folder / "nginx.conf").write_text(text)
-    assert NGINX
+    program = server_program("nginx")
+    assert program
     command = [
-        NGINX,
+        program,
         "-p",
         str(folder),
         "-c",

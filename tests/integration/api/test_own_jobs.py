@@ -267,7 +267,9 @@ async def test_a_manifest_that_cannot_be_stored_harms_no_other_application_and_n
             assert (await admin.get(path)).status_code == 200
     told = shop.settings.model_copy(update={"alert_mails": ("ops@example.com",)})
     await services.valkey.xadd(keys.ERRORS, {"key": "api|x", "text": "x failed", "count": 1})
-    alerts = OperatorAlerts(services.valkey, services.kept_jobs, told, services.write_metrics)
+    alerts = OperatorAlerts(
+        services.valkey, services.kept_jobs, told, services.write_metrics, services.write_host
+    )
     await alerts.look()
     assert await services.valkey.keys(job_keys.job(job_keys.FLEET_TAG, "alert-*"))
     # The next manifest of the application itself is taken, too.

@@ -32,7 +32,7 @@ from infra.doctor.servers import Check, CheckResult, run_check
 from infra.local.process import accepts, free_port
 from infra.local.servers import PostgresServer
 from infra.settings import Settings
-from tests.support.needs import pgbouncer
+from tests.support.needs import server_program
 from tests.support.systems.api import ServedApi, an_order, running_api
 from tests.support.workers.api_worker import ScriptedWorker
 
@@ -72,7 +72,7 @@ def started(
     if os.geteuid() == 0:  # it refuses to run as root
         folder.chmod(0o777)
         identity = {"user": 65534, "group": 65534, "extra_groups": []}
-    program = pgbouncer()
+    program = server_program("pgbouncer")
     assert program
     process = subprocess.Popen([program, "-q", str(file)], cwd=folder, **identity)  # type: ignore[call-overload]
     try:

@@ -25,8 +25,10 @@ from infra.local.folder import DataFolder
 from infra.local.servers import ValkeyServer
 from infra.local.stack import running_settings
 from infra.market.calendar import HOME_ZONE, Calendar, load_calendar
+from infra.metrics import MetricsPage, write_valkey, write_valkey_memory
 from infra.settings import LocalSettings, Settings
 from infra.valkey.client import connect_valkey, reply_of
+from infra.valkey.memory import MemoryUse
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,7 @@ def own_valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServe
 @pytest.fixture
 async def admin(own_valkey: ValkeyServer) -> AsyncIterator[Redis]:
     defaults = {
-        "maxmemory": "0",
+        "maxmemory": "1gb",
         "maxmemory-policy": "noeviction",
         "appendonly": "yes",
         "maxclients": "10000",
@@ -96,6 +98,22 @@ async def test_a_valkey_that_is_almost_full(settings: Settings, admin: Redis) ->
     await reply_of(admin.config_set("maxmemory", str(int(used * 1.1))))
     result = await check_with(checks.VALKEY_MEMORY, settings)
     assert "new orders and workers are refused" in result.problem
+
+
+async def test_a_valkey_without_a_limit_is_measured_by_its_hosts_memory_as_by_the_doctor(
+    settings: Settings, admin: Redis
+) -> None:
+    await reply_of(admin.config_set("maxmemory", "0"))
+    page = MetricsPage()
+    await write_valkey(page, admin)
+    await write_valkey_memory(page, admin)
+    assert page.samples("berth_valkey_unlimited") == [({}, 1)]
+    [(_, ratio)] = page.samples("berth_valkey_memory_used_ratio")
+    assert 0 < ratio < 1
+    result = await check_with(checks.VALKEY_MEMORY, settings)
+    assert "it has no maxmemory" in result.problem
+    info = {"used_memory": 15 * 2**30, "maxmemory": 0, "total_system_memory": 16 * 2**30}
+    assert measures.ValkeyState.of(info).memory.share == MemoryUse.of(info).share == 15 / 16
 
 
 def test_a_valkey_whose_writes_failed() -> None:

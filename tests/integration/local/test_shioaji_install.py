@@ -1,5 +1,5 @@
-"""`make setup` and images install the broker's SDK, also when the index no longer has the pinned
-release."""
+"""`make setup` installs into `.venv`, whatever pip is told for other projects. It and images
+install the broker's SDK, also when the index no longer has the pinned release."""
 
 from __future__ import annotations
 
@@ -240,3 +240,102 @@ def test_wheels_in_a_folder_are_enough(checkout: SetupFolder, tmp_path: Path) ->
     done = checkout.install("pinned", "--no-index", f"--find-links={tmp_path}")
     assert (done.returncode, done.stderr) == (0, "")
     assert checkout.version() == PINNED
+
+
+#: Builds what `make setup` installs as editable, without anything else.
+BACKEND = """
+import pathlib, tomllib, zipfile
+
+def build_editable(wheel_directory, config_settings=None, metadata_directory=None):
+    here = pathlib.Path.cwd()
+    name = tomllib.loads((here / "pyproject.toml").read_text())["project"]["name"]
+    info = f"{name}-1.dist-info"
+    file = f"{name}-1-py3-none-any.whl"
+    with zipfile.ZipFile(pathlib.Path(wheel_directory, file), "w") as archive:
+        archive.writestr(f"{name}.pth", str(here))
+        metadata = f"Metadata-Version: 2.1\\nName: {name}\\nVersion: 1\\n"
+        archive.writestr(f"{info}/METADATA", metadata)
+        archive.writestr(
+            f"{info}/WHEEL",
+            "Wheel-Version: 1.0\\nGenerator: test\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n",
+        )
+        archive.writestr(f"{info}/RECORD", "")
+    return file
+"""
+
+
+def small_checkout(folder: Path) -> Path:
+    """Makes a checkout with the Makefile, whose distributions are empty and whose only locked
+    package is the SDK."""
+    digest = hashlib.sha256(wheel(PINNED)).hexdigest()
+    for part in (".", "infra/client", "infra/berth_jobs", "infra/berth_testing"):
+        (folder / part).mkdir(parents=True, exist_ok=True)
+        name = "main" if part == "." else part.rpartition("/")[2]
+        (folder / part / "backend.py").write_text(BACKEND, encoding="utf-8")
+        (folder / part / "pyproject.toml").write_text(
+            "[build-system]\nrequires = []\nbuild-backend = 'backend'\nbackend-path = ['.']\n"
+            f"[project]\nname = '{name}'\nversion = '1'\n"
+            "[project.optional-dependencies]\nshioaji = ['shioaji>=1.7.9,<1.8']\n",
+            encoding="utf-8",
+        )
+    for lock in ("requirements.lock", "requirements-shioaji.lock"):
+        (folder / lock).write_text(f"shioaji=={PINNED} --hash=sha256:{digest}\n", encoding="utf-8")
+    (folder / "infra" / "images").mkdir()
+    shutil.copy(SCRIPT, folder / "infra" / "images")
+    shutil.copy(ROOT / "Makefile", folder)
+    return folder
+
+
+@pytest.mark.timeout(180)
+def test_a_pip_configuration_for_other_projects_does_not_break_setup(
+    index: PackageIndex, tmp_path: Path
+) -> None:
+    """Its index stays: nothing could be installed without it. Nor do a variable of the shell and
+    a copy of the checkout break it."""
+    index.is_broken = False
+    index.publish(PINNED)
+    elsewhere = tmp_path / "elsewhere"
+    configuration = tmp_path / "pip.conf"
+    configuration.write_text(
+        f"[global]\nindex-url = {index.url}\nretries = 0\nno-cache-dir = true\n"
+        f"[install]\nuser = true\ntarget = {elsewhere}\nprefix = {elsewhere}\n"
+        f"root = {elsewhere}\nno-deps = true\nrequire-hashes = true\ndry-run = true\n",
+        encoding="utf-8",
+    )
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "MAKE"))
+    }
+    environment |= {"PIP_CONFIG_FILE": str(configuration), "PIP_USER": "1"}
+    make = shutil.which("make")
+    assert make is not None
+    first = small_checkout(tmp_path / "a checkout")
+
+    def set_up(folder: Path) -> None:
+        done = subprocess.run(
+            [make, "setup", f"PYTHON={sys.executable}"],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=100,
+        )
+        assert done.returncode == 0, done.stderr
+        code = "import sys, backend, importlib.metadata as m; print(sys.prefix, backend.__file__, "
+        asked = [
+            str(folder / ".venv" / "bin" / "python"),
+            "-c",
+            f"{code}m.version('shioaji'), sep='|')",
+        ]
+        answer = subprocess.run(
+            asked, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+        )
+        prefix, module, version = answer.stdout.strip().split("|")
+        assert (prefix, version) == (str(folder / ".venv"), PINNED)
+        assert Path(module).is_relative_to(folder)
+
+    set_up(first)
+    copy = tmp_path / "copy"
+    shutil.copytree(first, copy, symlinks=True)
+    set_up(copy)
+    assert not elsewhere.exists()

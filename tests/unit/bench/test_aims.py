@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from infra.lab.bench import aims
+from infra.lab.bench.jobs.contenders import OTHER_PEERS
 from infra.lab.bench.suite import BENCHMARKS
 from infra.lab.bench.waits import quantile
 
@@ -32,6 +33,7 @@ def test_an_aim_is_met_or_missed_and_the_table_says_which(
 
 def test_what_was_not_measured_is_left_out() -> None:
     jobs: dict[str, Any] = {
+        "peers": {"rq": {}},
         "times_rq": {"fresh": {"1": 5.0, "2": 3.9}, "recycled": {"1": 60.0}},
         "fresh": {"2": {"p50_ms": 1.0}},
         "recycled": {"1": {"p50_ms": 1.4, "p99_ms": 4.0}},
@@ -46,11 +48,36 @@ def test_what_was_not_measured_is_left_out() -> None:
     assert judged["kill -9 to the next start, beyond the lease (s)"]["met"]
     keepers = "100 jobs a child, times the fastest peer that keeps jobs"
     assert keepers not in judged
-    slow = aims.judge(aims.AIMS["jobs"], jobs | {"times_fastest_keeper": {"1": 1.2, "2": 0.97}})
+    every: dict[str, Any] = {"peers": {peer: {} for peer in OTHER_PEERS}}
+    slow = aims.judge(
+        aims.AIMS["jobs"], jobs | every | {"times_fastest_keeper": {"1": 1.2, "2": 0.97}}
+    )
     assert [(aim["figure"], aim["met"]) for aim in slow if aim["what"] == keepers] == [
         (0.97, False)
     ]
     assert aims.judge(aims.AIMS["maintenance"], {"sizes": {"300": {"scan_s": 9.0}}}) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "result"),
+    [
+        ("claim-race", {"doubled": 0, "lost": 0, "per_s": 3000}),
+        ("claim-race", {"double": None, "lost": 0, "per_s": 3000}),
+        ("maintenance", {"sizes": {"10000": {"scan_s": 0.5, "whole_s": 1}}}),
+        ("lease", {"200": {"lost_leases": 0}}),
+        ("tiers", {}),
+    ],
+)
+def test_an_aim_whose_figure_is_not_where_it_should_be_is_missed(
+    name: str, result: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As when a key of the result was renamed: the benchmark would aim at nothing."""
+    judged = aims.judge(aims.AIMS[name], result)
+    [missed] = [aim for aim in judged if not aim["met"]]
+    assert missed["figure"] is None
+    assert "the result has no such figure" in aims.describe(missed)
+    aims.table(name, aims.AIMS[name], judged)
+    assert "no figure, missed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

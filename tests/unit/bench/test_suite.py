@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from infra.cli.app import app
 from infra.lab import figures
 from infra.lab.bench import cli, measured
-from infra.lab.bench.aims import Aim
+from infra.lab.bench.aims import Aim, NotMeasured, Result
 from infra.lab.bench.suite import BENCHMARKS, Benchmark, run_benchmarks
 
 SECONDS = Aim("a pass (s)", 3, lambda result: result["seconds"])
@@ -74,8 +74,26 @@ def test_a_missed_aim_keeps_no_later_benchmark_from_running(tmp_path: Path) -> N
 def test_an_aim_that_the_options_left_out_is_shown_as_not_measured(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert run_benchmarks({"passes": {}}, benchmarks={"passes": benchmark(seconds=2)}) == 0
+    def left_out(result: Result) -> float:
+        raise NotMeasured("rate")
+
+    made = {"passes": benchmark(SECONDS, RATE._replace(figure=left_out), seconds=2)}
+    assert run_benchmarks({"passes": {}}, benchmarks=made) == 0
     assert "not measured" in capsys.readouterr().out
+
+
+def test_an_aim_without_a_figure_is_exit_code_1_and_a_sentence(
+    checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = {"passes": benchmark(seconds=2)}  # its result has no `rate`
+    code = run_benchmarks({"passes": {}}, update_docs=True, benchmarks=made, root=checkout)
+    assert code == 1
+    assert (
+        "missed: passes: passes a second: at least 10, but the result has no such figure"
+        in capsys.readouterr().err
+    )
+    page = (checkout / measured.PAGE).read_text()
+    assert "| passes a second | at least 10 | no figure | **missed** |" in page
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -273,11 +273,6 @@ def _kill_tree(worker: subprocess.Popen[bytes]) -> None:
         below = [process.pid for process in descendants(worker.pid)]
         _signal_all([worker.pid, *below], signal.SIGKILL)
         worker.wait(10)
-
-
-def worst(result: Mapping[str, Any], figure: str, faults: Sequence[str] = FAULTS) -> float:
-    """Returns the largest such figure of our runner. Raises `KeyError` if a fault was left out."""
-    return float(max(result["matrix"][OURS][fault][figure] for fault in faults))
 
 
 def table(result: dict[str, Any]) -> None:

@@ -21,7 +21,13 @@ from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 from activities.events.recorder import TimelineActivity
 from activities.orchestrator.restorer import EntityRestorer
 from activities.pool.sizing import ensure_pool
-from infra.database.entities import FindingState, finding_of
+from infra.database.entities import (
+    Finding,
+    FindingState,
+    finding_of,
+    present_findings,
+    record_finding,
+)
 from infra.local.servers import TemporalServer
 from infra.settings import Settings
 from infra.temporal import executions
@@ -115,6 +121,11 @@ class OrchestratorHarness:
         assert isinstance(message, ReleaseClaim)
         self.harness.launcher.end(worker.task_id, 0, "released")
 
+    def another_pools_restorer(self) -> EntityRestorer:
+        settings = self.settings.model_copy(update={"pool": "another"})
+        starter = self.restorer.starter
+        return EntityRestorer(self.harness.database, self.temporal, starter, settings, 0.2)
+
     async def finding(self, entity: str) -> tuple[str, str] | None:
         row = await self.harness.database.fetch(finding_of, entity)
         return None if row is None else row[:2]
@@ -130,7 +141,13 @@ async def harness(
 ) -> AsyncIterator[OrchestratorHarness]:
     temporal = await Client.connect(temporal_server.address, interceptors=[PausedQueries()])
     settings = harness.settings.model_copy(
-        update={"pool_target": 2, "maintenance_period": 60.0, "morning_at": "", "report_at": ""}
+        update={
+            "pool_target": 2,
+            "maintenance_period": 60.0,
+            "morning_at": "",
+            "report_at": "",
+            "entity_period": 0.2,
+        }
     )
     timeline = TimelineActivity(harness.database)
     activities: list[Callable[..., Any]] = [
@@ -265,6 +282,29 @@ async def test_a_pool_comes_back_with_what_operators_had_set(
 async def _known_pool(harness: OrchestratorHarness, target: int) -> PoolView | None:
     view = await harness.pool_view()
     return view if view.target == target and view.ready == target else None
+
+
+async def test_a_pool_that_came_back_without_its_report_is_no_longer_missing(
+    harness: OrchestratorHarness,
+) -> None:
+    """The workflow was started, and did not answer in time; or the process died then."""
+    pool = names.worker_pool_id(POOL)
+    missing = Finding(
+        entity=pool,
+        kind="pool",
+        state=FindingState.MISSING,
+        reason="terminated by a test",
+        subject=f"pool:{POOL}",
+    )
+    async with harness.harness.database.session() as session:
+        await record_finding(session, missing)
+    for _ in range(2):
+        await harness.restorer.look_at_pool()
+    assert await harness.finding(pool) == (FindingState.REBUILT, "terminated by a test")
+    audit = await harness.harness.sql(
+        f"select action from audit_trail where subject = 'pool:{POOL}' order by id"  # noqa: S608
+    )
+    assert audit == [("workflow.missing",), ("workflow.rebuilt",)]
 
 
 async def test_a_pool_that_was_reset_to_its_first_event_keeps_what_was_set_since(
@@ -458,6 +498,21 @@ async def test_a_schedule_that_was_deleted_comes_back_and_one_that_is_paused_sta
     assert finding[0] == FindingState.RESUMED
 
 
+async def test_a_paused_schedule_that_is_switched_off_is_no_longer_reported(
+    harness: OrchestratorHarness,
+) -> None:
+    await ensure_schedules(harness.temporal, harness.settings)
+    await harness.temporal.get_schedule_handle(names.MAINTENANCE_SCHEDULE).pause()
+    await harness.restorer.look_at_schedules()
+    paused = await harness.harness.database.fetch(present_findings)
+    assert [finding.entity for finding in paused] == [f"schedule:{names.MAINTENANCE_SCHEDULE}"]
+    # As after a restart with the setting changed.
+    harness.restorer.settings = harness.settings.model_copy(update={"maintenance_period": 0.0})
+    await ensure_schedules(harness.temporal, harness.restorer.settings)
+    await harness.restorer.look_at_schedules()
+    assert await harness.harness.database.fetch(present_findings) == []
+
+
 async def test_a_rollout_that_was_ended_is_reported_and_leaves_no_extra_workers(
     harness: OrchestratorHarness,
 ) -> None:
@@ -618,6 +673,78 @@ async def test_a_paused_workflow_is_reported_and_stays_paused(harness: Orchestra
         assert finding is not None
         assert finding[0] == FindingState.RESUMED
     assert (await harness.user_view(user)).worker == worker
+
+
+@pytest.mark.parametrize("kind", [names.MAINTENANCE, names.INSTRUMENT_LOAD])
+async def test_a_paused_pass_of_maintenance_is_reported(
+    harness: OrchestratorHarness, kind: str
+) -> None:
+    run = await harness.temporal.start_workflow(
+        kind, id=f"{kind}-of-a-test", task_queue="nobody-serves-it"
+    )
+    await pause(harness.temporal, run.id)
+
+    async def is_listed_as_paused() -> bool:
+        runs = await executions.list_open(harness.temporal, (kind,))
+        return [seen.workflow_id for seen in runs if seen.is_paused] == [run.id]
+
+    await until(is_listed_as_paused, "pause in Temporal's index")
+    await harness.restorer.look_at_runs()
+    assert await harness.finding(run.id) == (FindingState.PAUSED, "paused in Temporal")
+    await run.terminate()
+
+    async def is_unlisted() -> bool:
+        return not await executions.list_open(harness.temporal, (kind,))
+
+    await until(is_unlisted, "end in Temporal's index")
+    await harness.restorer.look_at_runs()
+    finding = await harness.finding(run.id)
+    assert finding is not None
+    assert finding[0] == FindingState.RESUMED
+
+
+async def test_a_paused_pool_is_not_resumed_by_the_restorer_of_another_pool(
+    harness: OrchestratorHarness,
+) -> None:
+    await ensure_schedules(harness.temporal, harness.settings)
+    schedule = harness.temporal.get_schedule_handle(names.MAINTENANCE_SCHEDULE)
+    await schedule.pause(note="by an operator")
+    pool = names.worker_pool_id(POOL)
+    await pause(harness.temporal, pool)
+    other = harness.another_pools_restorer()
+    for restorer in (harness.restorer, other) * 2:
+        await restorer.look_at_pool()
+        await restorer.look_at_schedules()
+        await restorer.look_at_runs()
+    audit = await harness.harness.sql("select action, subject from audit_trail order by id")
+    assert audit == [
+        ("workflow.paused", f"pool:{POOL}"),
+        ("schedule.paused", f"schedule:{names.MAINTENANCE_SCHEDULE}"),
+    ]
+    await unpause(harness.temporal, pool)
+
+
+async def test_of_the_restorers_of_two_pools_one_reports_a_run_that_was_ended(
+    harness: OrchestratorHarness,
+) -> None:
+    await ensure_schedules(harness.temporal, harness.settings)
+    run = await harness.temporal.start_workflow(
+        names.MORNING, id="morning-2027-01-15", task_queue="nobody-serves-it"
+    )
+    restorers = (harness.restorer, harness.another_pools_restorer())
+    loops = [asyncio.create_task(restorer.run()) for restorer in restorers]
+
+    async def seen_by(count: int) -> bool:
+        return [restorer.watches(run.id) for restorer in restorers].count(True) == count
+
+    await until(lambda: seen_by(2), "look of both restorers")
+    await run.terminate(reason="by a test")
+    await until(lambda: seen_by(0), "look of both restorers")
+    for loop in loops:
+        loop.cancel()
+    await asyncio.gather(*loops, return_exceptions=True)
+    audit = await harness.harness.sql("select action, subject from audit_trail")
+    assert audit == [("workflow.ended", f"workflow:{run.id}")]
 
 
 async def test_nothing_is_reported_while_everything_runs(harness: OrchestratorHarness) -> None:
