@@ -32,7 +32,7 @@ from worker_runtime.protocol.errors import (
     TradingHalted,
     WorkerUnavailable,
 )
-from worker_runtime.protocol.installed_brokers import market_of
+from worker_runtime.protocol.installed_brokers import installed_brokers, market_of
 from worker_runtime.protocol.messages import (
     Failure,
     OrderEvent,
@@ -113,6 +113,8 @@ def check_terms(order: PlaceOrder, key: ConnectionKey) -> None:
     """Raises `PriceTypeRule` or `OrderTermsRule` for terms that are not in this worker's record of
     the broker, and `BrokerNotInstalled` for a market that is not in it, for example because the API
     has a newer record. Sends nothing, asks nobody."""
+    if key.broker not in installed_brokers():
+        return  # then there is no adapter either, and so no session to place orders with
     _, market = market_of(key.broker, key.broker_type)
     refusal = market.refusal(*terms_of(order))
     if refusal is not None:
