@@ -129,7 +129,6 @@ def submitted(calls: Any, order: PlaceOrder = ORDER) -> OrderResult:
     [
         # The first market's terms, in a market that only a newer record has.
         (("shioaji", "options"), {}, "BROKER_NOT_INSTALLED"),
-        (("atlantis", "stock"), {}, "BROKER_NOT_INSTALLED"),
         (("shioaji", "futures"), {"lot": OrderLot.INTRADAY_ODD}, "ORDER_TERMS_RULE"),
         (("shioaji", "stock"), {"open_close": OpenClose.COVER}, "ORDER_TERMS_RULE"),
         (("shioaji", "stock"), {"price_type": PriceType.RANGE_MARKET}, "PRICE_TYPE_RULE"),
