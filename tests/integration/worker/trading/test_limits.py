@@ -235,8 +235,8 @@ def test_workers_of_before_and_after_a_rotation_of_the_budget_key_share_one_coun
     # older one.
     after = limiter_with(harness, old, new, epoch=2, limits=limits)
     assert [before("connection 1"), after("connection 2")] == ["", ""]
-    assert "no connection" in before("connection 3")
-    assert "no connection" in after("connection 3")
+    assert "No connection" in before("connection 3")
+    assert "No connection" in after("connection 3")
     assert [
         before("orders"),
         before("orders"),
