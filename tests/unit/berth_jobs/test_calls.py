@@ -34,7 +34,7 @@ def unique(first: int) -> None:
     """Its unique key depends on its arguments."""
 
 
-class Size(BaseModel):
+class DefaultSize(BaseModel):
     width: int = 7
 
 
@@ -42,7 +42,7 @@ class Size(BaseModel):
 def defaults(
     number: int,
     shop: str = "x",
-    size: Size = Size(),  # noqa: B008 - a job may have it
+    size: DefaultSize = DefaultSize(),  # noqa: B008 - a job may have it
     tags: list[str] = ["a"],  # noqa: B006
     separator: str = "\0",
 ) -> None:
@@ -122,9 +122,9 @@ def test_fields_that_depend_on_arguments_are_known(
     ("args", "kwargs"),
     [
         ((1, "x"), {}),
-        ((1,), {"size": Size()}),
+        ((1,), {"size": DefaultSize()}),
         ((1,), {"tags": ["a"]}),
-        ((1, "x"), {"size": Size(width=7), "tags": ["a"]}),
+        ((1, "x"), {"size": DefaultSize(width=7), "tags": ["a"]}),
     ],
 )
 def test_a_default_that_is_given_or_left_out_is_the_same_group_and_the_same_job(

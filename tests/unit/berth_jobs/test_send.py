@@ -28,28 +28,28 @@ from tests.support.clients.scripted_api import KEY, URL, ScriptedProducerApi, jo
 AT = datetime(2026, 11, 27, 1, tzinfo=UTC)
 
 
-class Receipt(BaseModel):
+class Bill(BaseModel):
     total: int
     at: datetime | None = None
 
 
-class Size(msgspec.Struct):
+class BillSize(msgspec.Struct):
     width: int
-    receipt: Receipt | None = None
+    receipt: Bill | None = None
 
 
 @job(name="send.model")
-def give_model() -> Receipt:
-    return Receipt(total=1)
+def give_model() -> Bill:
+    return Bill(total=1)
 
 
 @job(name="send.models")
-async def give_models() -> list[Receipt]:
+async def give_models() -> list[Bill]:
     return []
 
 
 @job(name="send.numbers")
-def give_numbers() -> dict[int, Receipt]:
+def give_numbers() -> dict[int, Bill]:
     return {}
 
 
@@ -59,13 +59,13 @@ def give_time() -> datetime:
 
 
 @job(name="send.struct")
-def give_struct() -> Size | None:
+def give_struct() -> BillSize | None:
     return None
 
 
 @job(name="send.either")
-def give_either() -> Receipt | Size:
-    return Size(1)
+def give_either() -> Bill | BillSize:
+    return BillSize(1)
 
 
 def resize(producer: Any) -> Any:
@@ -309,11 +309,11 @@ def test_a_result_is_waited_for_past_an_api_that_is_away(api: ScriptedProducerAp
 @pytest.mark.parametrize(
     ("function", "value", "result"),
     [
-        (give_model, {"total": 3, "at": "2026-11-27T01:00:00Z"}, Receipt(total=3, at=AT)),
-        (give_models, [{"total": 3}], [Receipt(total=3)]),
-        (give_numbers, {"7": {"total": 3}}, {7: Receipt(total=3)}),
+        (give_model, {"total": 3, "at": "2026-11-27T01:00:00Z"}, Bill(total=3, at=AT)),
+        (give_models, [{"total": 3}], [Bill(total=3)]),
+        (give_numbers, {"7": {"total": 3}}, {7: Bill(total=3)}),
         (give_time, "2026-11-27T01:00:00Z", AT),
-        (give_struct, {"width": 2, "receipt": {"total": 3}}, Size(2, Receipt(total=3))),
+        (give_struct, {"width": 2, "receipt": {"total": 3}}, BillSize(2, Bill(total=3))),
         (give_struct, None, None),
         (give_either, {"width": 2}, {"width": 2}),  # JSON does not say which of the two
     ],

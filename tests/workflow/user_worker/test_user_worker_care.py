@@ -272,7 +272,7 @@ async def test_nothing_else_starts_while_the_launcher_cannot_confirm_the_end(
         await skipping.sleep(60)
         await until_worker_serves(skipping, "w2")
     assert seen.worker is not None
-    assert "confirms the worker's end" in seen.next_step
+    assert "the worker's end is certain" in seen.next_step
     assert len(fleet.stops) == 1
 
 

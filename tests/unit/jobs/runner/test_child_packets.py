@@ -43,10 +43,10 @@ def test_an_ordinary_outcome_is_sent_as_it_is() -> None:
 
 
 def test_an_error_that_cannot_describe_itself_is_described_by_its_type() -> None:
-    class Mute(Exception):
+    class Untold(Exception):
         def __str__(self) -> str:
             raise SystemExit
 
-    sentence, text = describe_error(Mute())
-    assert sentence == "Mute: its text raised SystemExit"
-    assert "Mute" in text
+    sentence, text = describe_error(Untold())
+    assert sentence == "Untold: its text raised SystemExit"
+    assert "Untold" in text
