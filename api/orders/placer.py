@@ -82,8 +82,10 @@ class PlacementResult:
 
     @classmethod
     def of(cls, order: schemas.OrderView, answer: Answer | None = None) -> Self:
-        """Builds a new order's result. `retry_after` comes from `answer`, because PostgreSQL does
-        not store it."""
+        """Builds the result of an order that was followed; the caller says whether it was a repeat.
+
+        `retry_after` comes from `answer`, because PostgreSQL does not store it.
+        """
         failure = failure_of(order)
         failed = (
             answer.failure.error() if answer is not None and answer.failure is not None else None
