@@ -93,7 +93,7 @@ class OwnChildProcess(ChildProcess):
         if declared.concurrency > 1:
             # From now on this child runs jobs of this type, until the runner closes its socket.
             asyncio.run(_AsyncJobs(self._link, self._types).serve(start))
-            self.leave()
+            self.leave()  # ends the process: nothing below runs for such a type
         outcome = self._run(start, job, declared)
         # A secret may still be in this process's memory: no job of another type runs here after it.
         if self._uses == 0 or start.secrets:
