@@ -242,8 +242,8 @@ class _QueuedCall:
     async def _withdraw(self, reason: BerthError) -> None:
         """Takes the request out of the queue and raises `RequestWithdrawn`.
 
-        Returns without raising if a worker has or may have the request; the caller then reads its
-        answer, if one is stored.
+        Returns without raising if a worker has the request, or if nobody knows whether one has:
+        Valkey was replaced since, or does not answer. `answer` is set then if one is stored.
         """
         withdrawal = withdrawal_of(self.request, reason)
         try:

@@ -132,6 +132,44 @@ def test_orders_at_both_brokers_keep_the_rules_of_their_own_market(
         assert datetime.now().timestamp() < deadline, detail
 
 
+def test_a_signal_counts_shares_by_the_lots_and_the_steps_of_its_accounts_market(
+    both: tuple[RunningSystem, Any, Trader],
+) -> None:
+    system, market, trader = both
+    account = f"hb-{trader.user_id}"
+    market.set_price("ETA.HB", Decimal("12.04"))
+    made = system.call(
+        "POST",
+        f"/v1/users/{trader.user_id}/webhooks",
+        trader.api_key,
+        json={"account_id": account, "quantity_unit": "shares"},
+    )
+    assert made.status_code == 201, made.text
+    webhook = made.json()
+
+    def send(action: str, **fields: Any) -> dict[str, Any]:
+        said = {"secret": webhook["secret"], "time": datetime.now(UTC).isoformat()}
+        body = said | {"action": action, "symbol": "ETA.HB"} | fields
+        deadline = time.monotonic() + 20
+        while (answer := system.call("POST", webhook["path"], "", json=body)).status_code == 202:
+            assert time.monotonic() < deadline, answer.text
+            time.sleep(0.2)
+        outcome: dict[str, Any] = answer.json()
+        return outcome
+
+    # Ten shares are a lot; the position is counted in shares, too.
+    bought = send("buy", quantity="30")
+    assert bought.get("quantity") == 3, bought
+    moved = send("position", position_size="50")
+    assert [leg["quantity"] for leg in moved["legs"]] == [2], moved
+    assert send("buy", quantity="35")["code"] == "ODD_LOT_REFUSED"
+    # The next step down is a buyer's.
+    limited = send("buy", quantity="10", price_type="LMT", price="12.03", time_in_force="IOC")
+    assert (limited["price"], limited["quantity"]) == ("12.02", 1), limited
+    ordered = [row["quantity"] for row in market.orders if row["account"] == account]
+    assert ordered == [3, 2, 1]
+
+
 def test_prices_keep_the_steps_and_limits_of_their_own_market(
     both: tuple[RunningSystem, Any, Trader],
 ) -> None:
@@ -164,6 +202,7 @@ def test_prices_keep_the_steps_and_limits_of_their_own_market(
     assert paper.json()["state"] in ("filled", "cancelled"), paper.text
 
     # The broker's list of today: other steps, limits of the day, and a lot of 20.
+    # From now on it alone says which symbols Harbour has: tests that trade others come before.
     asyncio.run(list_instrument(system))
     market.set_price("DELTA.HB", Decimal(15))
     deadline = datetime.now().timestamp() + 60
@@ -223,43 +262,6 @@ async def list_instrument(system: RunningSystem) -> None:
             session.add(InstrumentRow(broker="harbour", loaded_on=today, **values))
     finally:
         await database.close()
-
-
-def test_a_signal_counts_shares_by_the_lots_and_the_steps_of_its_accounts_market(
-    both: tuple[RunningSystem, Any, Trader],
-) -> None:
-    system, market, trader = both
-    account = f"hb-{trader.user_id}"
-    market.set_price("ETA.HB", Decimal("12.04"))
-    made = system.call(
-        "POST",
-        f"/v1/users/{trader.user_id}/webhooks",
-        trader.api_key,
-        json={"account_id": account, "quantity_unit": "shares"},
-    )
-    assert made.status_code == 201, made.text
-    webhook = made.json()
-
-    def send(action: str, **fields: Any) -> dict[str, Any]:
-        said = {"secret": webhook["secret"], "time": datetime.now(UTC).isoformat()}
-        body = said | {"action": action, "symbol": "ETA.HB"} | fields
-        deadline = time.monotonic() + 20
-        while (answer := system.call("POST", webhook["path"], "", json=body)).status_code == 202:
-            assert time.monotonic() < deadline, answer.text
-            time.sleep(0.2)
-        outcome: dict[str, Any] = answer.json()
-        return outcome
-
-    # Ten shares are a lot; the position is counted in shares, too.
-    assert send("buy", quantity="30")["quantity"] == 3
-    moved = send("position", position_size="50")
-    assert [leg["quantity"] for leg in moved["legs"]] == [2], moved
-    assert send("buy", quantity="35")["code"] == "ODD_LOT_REFUSED"
-    # The next step down is a buyer's.
-    limited = send("buy", quantity="10", price_type="LMT", price="12.03", time_in_force="IOC")
-    assert (limited["price"], limited["quantity"]) == ("12.02", 1), limited
-    ordered = [row["quantity"] for row in market.orders if row["account"] == account]
-    assert ordered == [3, 2, 1]
 
 
 def test_the_workers_announce_their_brokers(both: tuple[RunningSystem, Any, Trader]) -> None:
