@@ -98,6 +98,8 @@ class BrokerCheck:
         #: The orders that may have reached the broker: the numbers that it gave them, by our tags.
         #: '': it is not known whether it has the order.
         self._sent: dict[str, str] = {}
+        #: Whether the last step has logged in again: the broker counts logins.
+        self._has_reopened = False
 
     def run(self) -> list[CheckStep]:
         steps: list[CheckStep] = []
@@ -415,13 +417,16 @@ class BrokerCheck:
     def _list_of_ours(self) -> list[BrokerOrder]:
         """Returns our orders as the broker lists them, and notes the numbers that were not known.
 
-        Logs in again if the session has ended. Raises `StepFailed`, which names the orders, if the
-        broker does not list any.
+        Logs in again, once, if the session has ended. Raises `StepFailed`, which names the orders,
+        if the broker does not answer.
         """
         try:
             try:
                 listed = self._session.orders(_CALL_TIMEOUT_S).orders
             except (SessionDown, BrokerUnreachable):
+                if self._has_reopened:
+                    raise
+                self._has_reopened = True
                 self._session.close()
                 self._log_in()
                 listed = self._session.orders(_CALL_TIMEOUT_S).orders
