@@ -35,6 +35,7 @@ __all__ = [
     "Fill",
     "Instrument",
     "InstrumentKind",
+    "KeepsToken",
     "Listing",
     "ListsInstruments",
     "OnOrderChanged",
@@ -199,6 +200,15 @@ class UsesCertificate(Protocol):
     def certificate_ends_ms(self) -> int:
         """Returns the Unix ms at which the session's certificate expires; 0 if there is none, or if
         that is not known."""
+
+
+@runtime_checkable
+class KeepsToken(Protocol):
+    """A broker whose next login may reuse the token of an earlier one of the same connection."""
+
+    def forget_token(self) -> None:
+        """Has the next login of this connection ask for a new token, since the session's life ends
+        (`[session]` in the record). This session stays as it is. No I/O; never raises."""
 
 
 @runtime_checkable

@@ -67,7 +67,8 @@ _ACCOUNT_CLASSES = {"stock": "Stock", "futures": "Future"}
 _CONNECTIONS_TO_WARN_AT = 4
 #: Days before a certificate's end at which a session warns.
 _CERTIFICATE_WARNING_DAYS = (30, 7, 1)
-#: Connections whose last token the broker refused: their next login asks for a new one.
+#: Connections whose last token the broker refused, or whose token is about to end: their next login
+#: asks for a new one.
 _refused_tokens: set[ConnectionKey] = set()
 
 T = TypeVar("T")
@@ -203,6 +204,9 @@ class ShioajiBroker:
         accounts: list[Any] = api.login(credentials.api_key, credentials.secret_key, **words)
         _refused_tokens.discard(self._key)
         return accounts
+
+    def forget_token(self) -> None:
+        _refused_tokens.add(self._key)
 
     def place(self, order: BrokerOrderTerms, timeout: float) -> BrokerOrder:
         api, account = self._session()
