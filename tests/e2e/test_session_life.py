@@ -149,8 +149,8 @@ def test_orders_in_flight_while_sessions_are_renewed_are_neither_lost_nor_double
     assert (taken.count("ALFA.HB"), taken.count("BETA.HB")) == (orders, 1)
 
     # The order that rested in the first session is seen and reached by the last one.
-    path = f"/v1/users/{trader.user_id}/orders/{resting}"
-    cancelled = system.call("DELETE", path, trader.api_key, params={"wait": 30})
+    path = f"/v1/orders/{resting}"
+    cancelled = system.call("POST", f"{path}/cancel", trader.api_key, params={"wait": 30})
     assert cancelled.is_success, cancelled.text
     until(
         lambda: system.call("GET", path, trader.api_key).json()["state"] == "cancelled",
