@@ -569,11 +569,11 @@ def test_j_a_login_after_a_refused_token_asks_for_a_new_one(heard: HeardOrders) 
 
 def test_a_login_that_renews_a_session_asks_for_a_token_of_its_own(heard: HeardOrders) -> None:
     """The SDK may hand out the token of the session whose day ends (#81)."""
-    first = ShioajiStage(heard, account="renewal-test", number="112").login()
+    first = ShioajiStage(heard, account="renewal-test", number="111").login()
     assert isinstance(first, KeepsToken)
     first.forget_token()
     assert first.alive()
-    again = ShioajiStage(heard, account="renewal-test", number="112")
+    again = ShioajiStage(heard, account="renewal-test", number="111")
     again.login()
     [(_, sent)] = [call for call in again.client.calls if call[0] == "login"]
     assert sent == {"force_refresh": True}
