@@ -212,8 +212,8 @@ class BrokerCheck(CheckSession):
     def _check_earlier_orders(self) -> str:
         """Cancels the orders of a check that was ended before it could do so itself."""
         listed = self._session.orders(CALL_TIMEOUT_S).orders
-        left = [o for o in listed if is_of_a_check(o) and o.state not in FINAL_ORDER_STATES]
-        if not left:
+        remaining = [o for o in listed if is_of_a_check(o) and o.state not in FINAL_ORDER_STATES]
+        if not remaining:
             lists = self._record.lists
             simulation = self._request.simulation
             if not (lists.all_sessions_in_simulation if simulation else lists.all_sessions):
@@ -222,14 +222,14 @@ class BrokerCheck(CheckSession):
                     "at the broker for its orders"
                 )
             return "no order of an earlier check works any more"
-        names = ", ".join(named(left))
-        self._evidence = {"found": len(left), "left_working": len(left)}
+        names = ", ".join(named(remaining))
+        self._evidence = {"found": len(remaining), "left_working": len(remaining)}
         if not self._request.orders:
             raise StepFailed(
                 f"an order of an earlier check still works: {names}. Check again with --orders, "
                 "which cancels it, or cancel it by hand"
             )
-        self._sent |= {order.tag: order.broker_order_id for order in left}
+        self._sent |= {order.tag: order.broker_order_id for order in remaining}
         working, _ = self._end_orders()
         self._evidence["left_working"] = len(working)
         if working:
@@ -285,12 +285,12 @@ class BrokerCheck(CheckSession):
         """Returns the person's connections; None for a broker that does not show them."""
         return self._probe.connections(CALL_TIMEOUT_S) if self._is_shioaji else None
 
-    def _await_connections(self, most: int) -> int:
-        """Returns the connections as soon as there are not more than that, or at last."""
+    def _await_connections(self, expected: int) -> int:
+        """Returns the connections as soon as there are no more than expected, or at last."""
         until = time.monotonic() + self._request.patience_s
         while True:
             connections = self._probe.connections(CALL_TIMEOUT_S)
-            if connections <= most or time.monotonic() >= until:
+            if connections <= expected or time.monotonic() >= until:
                 return connections
             time.sleep(POLL_INTERVAL_S)
 

@@ -305,11 +305,11 @@ def test_a_check_killed_while_its_order_is_placed_is_cleaned_up_by_the_next_one(
         killed.stdin.close()
         until(lambda: bool(stage.taken(account)))
         killed.kill()
-    [left] = stage.taken(account)
-    assert left.state.value == "submitted"
+    [remaining] = stage.taken(account)
+    assert remaining.state.value == "submitted"
     steps = {step.name: step for step in command.run_check(request)}
     assert failed(steps) == [], steps
-    assert (steps["earlier orders"].outcome, left.tag in steps["earlier orders"].detail) == (
+    assert (steps["earlier orders"].outcome, remaining.tag in steps["earlier orders"].detail) == (
         WARNED,
         True,
     )

@@ -20,9 +20,9 @@ MIN_REPORTS = 35
 
 def rows() -> dict[str, str]:
     text = (ROOT / "docs/reference/brokers.md").read_text(encoding="utf-8")
-    found = [(_PREFIX[row["where"]] + row["number"], row["file"]) for row in _ROW.finditer(text)]
-    assert len(found) == len(dict(found)), "a report is in two rows"
-    return dict(found)
+    reports = [(_PREFIX[row["where"]] + row["number"], row["file"]) for row in _ROW.finditer(text)]
+    assert len(reports) == len(dict(reports)), "a report is in two rows"
+    return dict(reports)
 
 
 def test_no_report_has_left_the_table() -> None:
