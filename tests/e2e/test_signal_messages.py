@@ -59,7 +59,7 @@ def symbol() -> str:
     return f"{2400 + next(_numbers)}"
 
 
-def order_text(hook: TraderHook, symbol: str, **fields: str) -> str:
+def order_text(hook: TraderHook, symbol: str, /, **fields: str) -> str:
     """Returns an alert's message; `fields` are written as they are, quotes and all."""
     said = {
         "secret": f'"{hook.secret}"',

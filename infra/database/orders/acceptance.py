@@ -310,8 +310,8 @@ async def find_duplicate(
 def _duplicate_of(client_order_id: str, window_s: float) -> DuplicateOrder:
     return DuplicateOrder(
         f"Order {client_order_id} is identical and less than {window_s:g} s old. Set"
-        " `allow_duplicate` to place this one too. A signal has no such field: let the strategy send"
-        " its position, or set the account's window for duplicates to 0."
+        " `allow_duplicate` to place this one too. A signal has no such field: let the strategy"
+        " send its position, or set the account's window for duplicates to 0."
     )
 
 
