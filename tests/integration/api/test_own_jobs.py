@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -26,7 +27,7 @@ from infra.valkey.job_login import job_fleet_url
 from infra.valkey.job_users import JobUsers
 from infra.vault import key_file
 from infra.vault.message_secret import MessageSecretFile, load_fleet_keys
-from tests.support.api.pages import logged_in_browser, read_page
+from tests.support.api.pages import csrf_header, logged_in_browser, read_page
 from tests.support.commands import CommandForker
 from tests.support.jobs.hand_runner import SHOP_TAG, HandRunner, make_manifest
 from tests.support.jobs.keeper import NotingStarter
@@ -689,6 +690,38 @@ async def test_the_page_of_jobs_shows_types_and_those_without_a_runner(
         page = await read_page(client, "/page/jobs")
     assert "<td>shop/jobs.resize</td><td>1</td><td>shop-jobs 1.0</td><td>0</td><td>1</td>" in page
     assert "No live runner takes its jobs." in page
+
+
+async def test_the_page_of_jobs_shows_weights_of_queues_and_its_form_sets_them(
+    shop: ServedApi, producer: httpx.AsyncClient, runner: HandRunner
+) -> None:
+    runner.announce(manifest(queue="fast"))
+    await producer.post("/jobs", json=resize(queue="slow"))
+    async with logged_in_browser(shop, shop.admin_key) as client:
+        page = await read_page(client, "/page/jobs")
+        assert "<td>shop</td><td>slow</td><td>1</td>" in page
+        assert "<td>the fleet</td><td>email</td><td>1</td>" in page
+        form = page.partition('data-act="PUT /v1/job-queues/{queue}"')[2].partition("</form>")[0]
+        fields = set(re.findall(r'name="(\w+)"', form))
+        assert fields == {"application", "queue", "weight", "reason"}
+        assert "<option>shop</option>" in form
+        body = {"application": "shop", "weight": 0.25, "reason": "a test"}
+        headers = await csrf_header(client, "/page/jobs")
+        changed = await client.put("/v1/job-queues/slow", json=body, headers=headers)
+        assert changed.status_code == 200, changed.text
+        page = await read_page(client, "/page/jobs")
+        assert "<td>shop</td><td>slow</td><td>0.25</td>" in page
+        [act] = re.findall(r'data-act="PUT (/v1/job-queues/slow)" data-body="(.*?})"', page)
+        back = json.loads(act[1])
+        assert (await client.put(act[0], json=back, headers=headers)).json()["weight"] == 1.0
+        assert "<td>shop</td><td>slow</td><td>1</td>" in await read_page(client, "/page/jobs")
+    async with shop.client(shop.admin_key) as admin:
+        made = {"role": "operator", "label": "looks", "scopes": ["read"]}
+        key = (await admin.post("/api-keys", json=made)).json()["api_key"]
+    async with logged_in_browser(shop, key) as client:
+        page = await read_page(client, "/page/jobs")
+        assert "<td>shop</td><td>slow</td><td>1</td>" in page
+        assert 'data-act="PUT' not in page
 
 
 async def test_orchestrators_make_the_login_of_an_application_and_end_that_of_a_retired_key(
