@@ -1,15 +1,19 @@
-"""Memory limits for workers by cgroup, v1 or v2, where the host lets this user set them.
+"""Memory limits by cgroup, v1 or v2, where the host lets this user set them: for a node's workers,
+and for the processes of own jobs.
 
-The workers' groups lie below the node's own group, so a limit on the node limits its workers too.
+The groups lie below their maker's own group, so a limit on a node limits its workers too.
 
 | | v1 | v2 |
 |---|---|---|
-| hard (past it only this worker is killed) | memory.limit_in_bytes | memory.max, memory.swap.max |
+| hard (past it only this group is killed) | memory.limit_in_bytes | memory.max, memory.swap.max |
 | soft (what the host reserves) | memory.soft_limit_in_bytes | memory.low |
+| all die together | - | memory.oom.group |
+| in use | memory.usage_in_bytes | memory.current |
 | kills counted in | memory.oom_control | memory.events |
 """
 
 import contextlib
+import errno
 import os
 import signal
 from dataclasses import dataclass
@@ -19,12 +23,18 @@ from worker_runtime.protocol.errors import BerthError
 
 
 class LimitsUnavailable(BerthError, code="LIMITS_UNAVAILABLE"):
-    """This host lets the node set no limits."""
+    """This host lets us set no limits."""
+
+
+#: What one step adds to a group at most: a huge page.
+_MAX_CHARGE_BYTES = 2 * 1024 * 1024
+#: The group into which a process moves that limits groups next to it (v2).
+LEAF = "berth-leaf"
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryGroup:
-    """The cgroup of one worker."""
+    """The cgroup of one worker, or of one process of own jobs."""
 
     path: Path
 
@@ -48,15 +58,34 @@ class MemoryGroup:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
 
+    def usage(self) -> int:
+        """Returns the bytes that count for the limit. Raises `OSError`."""
+        for name in ("memory.current", "memory.usage_in_bytes"):
+            with contextlib.suppress(FileNotFoundError):
+                return int((self.path / name).read_text())
+        raise FileNotFoundError(errno.ENOENT, "the group is gone")
+
     def oom_kills(self) -> int:
-        """Counts the processes of this group that the kernel killed for its hard limit."""
-        for name in ("memory.events", "memory.oom_control"):
+        """Counts the processes of this group that the kernel has killed because there was no memory
+        left, in this group or in one above."""
+        for name in ("memory.oom_control", "memory.events"):
             with contextlib.suppress(OSError):
-                for line in (self.path / name).read_text().splitlines():
-                    key, _, value = line.partition(" ")
-                    if key == "oom_kill":
-                        return int(value)
+                return _count(self.path / name, "oom_kill")
         return 0
+
+    def exceeded_limit(self) -> bool:
+        """Returns True if the kernel has killed a process of this group for the group's own limit,
+        and not because the host, or a group above, had no memory left."""
+        if not self.oom_kills():
+            return False
+        with contextlib.suppress(OSError):
+            limit = int((self.path / "memory.limit_in_bytes").read_text())
+            peak = int((self.path / "memory.max_usage_in_bytes").read_text())
+            # v1 does not count every refusal in `memory.failcnt`: not those of the limit with swap.
+            return peak + _MAX_CHARGE_BYTES >= limit
+        with contextlib.suppress(OSError):
+            return _count(self.path / "memory.events", "oom") > 0
+        return False
 
     def remove(self) -> bool:
         """Removes the group; False while a process is inside."""
@@ -67,7 +96,7 @@ class MemoryGroup:
 
 @dataclass(frozen=True, slots=True)
 class MemoryGroups:
-    """Makes the cgroups of a node's workers."""
+    """Makes cgroups in one folder, and sets their limits."""
 
     version: int
     folder: Path
@@ -78,37 +107,72 @@ class MemoryGroups:
     def existing(self) -> list[MemoryGroup]:
         return [MemoryGroup(path) for path in self.folder.iterdir() if path.is_dir()]
 
-    def create(self, name: str, *, soft: int, hard: int) -> MemoryGroup:
-        """Makes a group with limits in bytes. On an `OSError` nothing is left behind."""
+    def create(
+        self, name: str, *, hard: int, soft: int | None = None, die_together: bool = False
+    ) -> MemoryGroup:
+        """Makes a group with limits in bytes. On an `OSError` nothing is left behind.
+
+        `die_together`: the kernel kills the whole group at its hard limit; v1 kills one process.
+        """
         path = self.path(name)
         path.mkdir(parents=True)
         try:
-            for file, value, needed in self._limits(soft, hard):
-                with contextlib.nullcontext() if needed else contextlib.suppress(OSError):
-                    (path / file).write_text(str(value))
+            _write(path, self._limits(hard, soft, die_together))
         except OSError:
             with contextlib.suppress(OSError):
                 path.rmdir()
             raise
         return MemoryGroup(path)
 
-    def _limits(self, soft: int, hard: int) -> list[tuple[str, int, bool]]:
+    def change(self, group: MemoryGroup, hard: int) -> None:
+        """Sets another hard limit. Raises `OSError`; v1 refuses one below what is in use (EBUSY),
+        and v2 kills for it."""
+        limits = self._limits(hard)
+        try:
+            _write(group.path, limits)
+        except OSError:
+            if self.version == 2:
+                raise
+            _write(group.path, limits[::-1])  # the limit with swap must never be the lower one
+
+    def _limits(
+        self, hard: int, soft: int | None = None, die_together: bool = False
+    ) -> list[tuple[str, int, bool]]:
+        """Returns files, what is written to them, and whether that must succeed."""
         if self.version == 1:
-            return [
+            limits = [
                 ("memory.limit_in_bytes", hard, True),
                 ("memory.memsw.limit_in_bytes", hard, False),  # absent without swap accounting
-                ("memory.soft_limit_in_bytes", soft, False),
             ]
-        return [
-            ("memory.max", hard, True),
-            ("memory.swap.max", 0, False),
-            ("memory.low", soft, False),
-        ]
+        else:
+            limits = [("memory.max", hard, True), ("memory.swap.max", 0, False)]
+        if soft is not None:
+            name = "memory.soft_limit_in_bytes" if self.version == 1 else "memory.low"
+            limits.append((name, soft, False))
+        if die_together and self.version == 2:
+            limits.append(("memory.oom.group", 1, False))
+        return limits
 
     def close(self) -> None:
-        """Removes the folder if no worker is left in it."""
+        """Removes the folder if no group is left in it."""
         with contextlib.suppress(OSError):
             self.folder.rmdir()
+
+
+def _count(file: Path, key: str) -> int:
+    """Returns the number after a key in a file of lines `key number`; 0 if there is none. Raises
+    `OSError`."""
+    for line in file.read_text().splitlines():
+        name, _, value = line.partition(" ")
+        if name == key:
+            return int(value)
+    return 0
+
+
+def _write(path: Path, limits: list[tuple[str, int, bool]]) -> None:
+    for file, value, needed in limits:
+        with contextlib.nullcontext() if needed else contextlib.suppress(OSError):
+            (path / file).write_text(str(value))
 
 
 def find_groups(
@@ -121,6 +185,8 @@ def find_groups(
     `LimitsUnavailable`.
     """
     version, own = (_version(parent), parent) if parent else own_group("memory", proc)
+    if parent is None and own.name == LEAF:  # the process that has started us has moved there
+        own = own.parent
     folder = own / name
     try:
         folder.mkdir(exist_ok=True)
@@ -128,8 +194,8 @@ def find_groups(
             delegate(own, "memory")
             (folder / "cgroup.subtree_control").write_text("+memory")
         groups = MemoryGroups(version, folder)
-        # Tries it once, before any worker relies on the limits.
-        groups.create(f"trial-{os.getpid()}", soft=1 << 30, hard=1 << 30).remove()
+        # Tries it once, before anybody relies on the limits.
+        groups.create(f"trial-{os.getpid()}", hard=1 << 30).remove()
     except OSError as error:
         with contextlib.suppress(OSError):
             folder.rmdir()
@@ -170,16 +236,25 @@ def _inside(mount: Path, root: str, path: str) -> Path:
     return mount / below.lstrip("/")
 
 
+def leave_room_for_groups() -> None:
+    """Moves this process into a leaf group where it has to (v2), so that processes that it starts
+    can limit groups next to that leaf. Does nothing where the host does not allow it."""
+    with contextlib.suppress(LimitsUnavailable, OSError):
+        version, own = own_group("memory")
+        if version == 2 and own.name != LEAF:
+            delegate(own, "memory")
+
+
 def delegate(own: Path, controller: str) -> None:
     """Enables a controller for the groups below, in v2. Raises `OSError` when `own` has other
     processes.
 
-    A group that does so may hold no process itself, so the node moves into a leaf group.
+    A group that does so may hold no process itself, so this process moves into a leaf group.
     """
     control = own / "cgroup.subtree_control"
     if controller in control.read_text().split():
         return
-    leaf = own / "berth-node"
+    leaf = own / LEAF
     leaf.mkdir(exist_ok=True)
     (leaf / "cgroup.procs").write_text(str(os.getpid()))
     try:
