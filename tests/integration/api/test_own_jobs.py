@@ -19,6 +19,8 @@ from sqlalchemy import text
 
 from activities.maintenance.kept_jobs import KeptJobSweeper
 from api.fleet.alerts import OperatorAlerts
+from infra.berth_jobs.manifest import read_manifest
+from infra.berth_jobs.options import JobDefaults
 from infra.jobs.applications import ApplicationDirectory, add_application, rotate_application
 from infra.jobs.registry import MAX_ROWS, TypeRegistry
 from infra.settings import Settings
@@ -32,12 +34,14 @@ from tests.support.commands import CommandForker
 from tests.support.jobs.hand_runner import SHOP_TAG, HandRunner, make_manifest
 from tests.support.jobs.keeper import NotingStarter
 from tests.support.systems.api import ServedApi, make_key, operator, running_api
+from worker_runtime.jobs.own_types.failure_handlers import FailureHandlers
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol import manifest as wire
 from worker_runtime.jobs.protocol.messages import (
     Job,
 )
+from worker_runtime.process.log import Log
 from worker_runtime.protocol import keys
 
 SCHEMA = {
@@ -434,6 +438,95 @@ async def test_a_flush_of_valkey_loses_no_job(
     assert [job.job_id for job in runner.claim(5)] == ["f-1", "f-2"]
 
 
+@pytest.mark.parametrize("is_enqueued", [False, True])
+async def test_a_flush_of_valkey_loses_no_failure_handler_of_a_kept_job(
+    shop: ServedApi, producer: httpx.AsyncClient, runner: HandRunner, is_enqueued: bool
+) -> None:
+    """`is_enqueued`: the handler waited already. Else no runner has enqueued it yet."""
+    body = msgspec.json.decode(manifest(on_failed="shop/jobs.note"))
+    body["types"].append({**body["types"][0], "name": "shop/jobs.note", "options": {}})
+    announced = msgspec.json.encode(body)
+    runner.announce(announced)
+    services = shop.services
+    sweeper = KeptJobSweeper(services.valkey, services.kept_jobs, NotingStarter())
+    await sweeper.load_applications()
+
+    async def look() -> None:
+        async with services.database.session() as session:  # the next check is due
+            await session.execute(
+                text("update kept_jobs set check_at = now() where check_at is not null")
+            )
+        await sweeper.sweep()
+
+    def enqueue_handlers() -> None:
+        handlers = FailureHandlers(SHOP_TAG, runner.keys, JobDefaults(), Log())
+        handlers.types = {kind.name: kind for kind in read_manifest(announced).types}
+        handlers.enqueue_due(runner.client)
+
+    assert (await producer.post("/jobs", json=resize(job_id="h-1"))).status_code == 202
+    [claimed] = runner.claim()
+    runner.fail(claimed, "no such picture")
+    if is_enqueued:
+        enqueue_handlers()
+    await look()
+    runner.client.execute("FLUSHALL")
+    runner.queue.join()
+    runner.announce(announced)
+    await look()  # the handler may not run twice: it waits for the end of a run that may be
+    async with services.database.session() as session:
+        await session.execute(text("update kept_jobs set missing = true where outcome is null"))
+    await look()
+    [handler] = runner.claim(5)
+    assert handler.job_id.startswith("h-1.failed.")
+    report = msgspec.json.decode(runner.read(handler).args)
+    assert report == {
+        "job_id": "h-1",
+        "type": "shop/jobs.resize",
+        "code": "JOB_FAILED",
+        "detail": "no such picture",
+        "attempt": 1,
+        "arguments": {"url": "https://a/1.png"},
+    }
+    runner.end(handler, "noted")
+    await look()
+    assert (await producer.get(f"/jobs/{handler.job_id}")).json()["state"] == "done"
+    await look()
+    assert runner.claim(5) == []
+
+
+async def test_a_failure_handler_that_a_runner_has_enqueued_runs_once_though_it_is_kept(
+    shop: ServedApi, producer: httpx.AsyncClient, runner: HandRunner
+) -> None:
+    body = msgspec.json.decode(manifest(on_failed="shop/jobs.note"))
+    body["types"].append({**body["types"][0], "name": "shop/jobs.note", "options": {}})
+    announced = msgspec.json.encode(body)
+    runner.announce(announced)
+    services = shop.services
+    sweeper = KeptJobSweeper(services.valkey, services.kept_jobs, NotingStarter())
+    await sweeper.load_applications()
+    assert (await producer.post("/jobs", json=resize(job_id="h-2"))).status_code == 202
+    [claimed] = runner.claim()
+    runner.fail(claimed, "no such picture")
+    handlers = FailureHandlers(SHOP_TAG, runner.keys, JobDefaults(), Log())
+    handlers.types = {kind.name: kind for kind in read_manifest(announced).types}
+    handlers.enqueue_due(runner.client)
+    [handler] = runner.claim(5)
+    runner.end(handler, "noted")  # before anybody has kept it
+    for _ in range(3):
+        async with services.database.session() as session:
+            await session.execute(
+                text("update kept_jobs set check_at = now() where check_at is not null")
+            )
+        await sweeper.sweep()
+    assert runner.claim(5) == []
+    async with services.database.session() as session:
+        rows = await session.execute(text("select job_id, outcome from kept_jobs"))
+        outcomes = {row.job_id: row.outcome for row in rows}
+        assert outcomes == {"h-2": "failed", handler.job_id: "done"}
+    # The result is no longer kept for as long as PostgreSQL might not know of it.
+    assert await services.valkey.ttl(job_keys.result(SHOP_TAG, handler.job_id)) <= 500
+
+
 @pytest.mark.parametrize("is_lost", [False, True])
 async def test_a_failed_job_is_a_dead_letter_and_runs_again_when_it_is_redriven(
     shop: ServedApi, producer: httpx.AsyncClient, runner: HandRunner, is_lost: bool
@@ -583,6 +676,36 @@ async def test_a_job_that_was_sent_straight_into_valkey_is_shown(
     assert shown["waits_for_runner"]
     [kind] = (await producer.get("/job-types")).json()["types"]
     assert [version["waits_for_runner"] for version in kind["versions"]] == [True]
+
+
+async def test_an_id_that_a_direct_producer_has_given_to_another_job_is_refused(
+    producer: httpx.AsyncClient, runner: HandRunner
+) -> None:
+    runner.announce(manifest())
+    other = Job(job_id="taken", name="shop/jobs.resize", type_version=1, args=msgspec.Raw(b"{}"))
+    runner.client.run(*job_calls.enqueue(other, runner.keys, SHOP_TAG))
+
+    async def is_refused() -> None:
+        answer = await producer.post("/jobs", json=resize(job_id="taken"))
+        assert (answer.status_code, answer.json()["code"]) == (409, "JOB_ID_REUSED")
+        batch = {"jobs": [resize(job_id="free"), resize(job_id="taken")]}
+        answer = await producer.post("/jobs/batch", json=batch)
+        assert (answer.status_code, answer.json()["code"]) == (409, "JOB_ID_REUSED")
+
+    await is_refused()
+    [claimed] = runner.claim(5)  # nothing of the batch was enqueued
+    runner.end(claimed, "direct")
+    assert (await producer.get("/jobs/taken")).json()["value"] == "direct"
+    await is_refused()
+    # The same job may be there already: PostgreSQL was restored from a backup of before it.
+    args = {"url": "https://a/1.png", "width": 3}
+    asked = {"type": "shop/jobs.resize", "args": args, "options": {"job_id": "same"}}
+    same = msgspec.structs.replace(
+        other, job_id="same", args=msgspec.Raw(msgspec.json.encode(args))
+    )
+    runner.client.run(*job_calls.enqueue(same, runner.keys, SHOP_TAG))
+    assert (await producer.post("/jobs", json=asked)).status_code == 202
+    assert [each.job_id for each in runner.claim(5)] == ["same"]
 
 
 @pytest.mark.slow
