@@ -23,7 +23,7 @@ from worker_runtime.protocol.errors import BerthError
 
 
 class LimitsUnavailable(BerthError, code="LIMITS_UNAVAILABLE"):
-    """This host lets us set no limits."""
+    """This host does not allow this process to set limits."""
 
 
 #: What one step adds to a group at most: a huge page.
