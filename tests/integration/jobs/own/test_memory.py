@@ -101,13 +101,13 @@ def test_what_a_killed_runner_has_left_is_removed_by_the_next_one_and_nothing_of
     for _ in range(12):
         store.add("spend", ledger=ledger, until=gate)
     store.started("kept", 12)
-    left, kept = folder_of(dead), folder_of(alive)
+    leftover, kept = folder_of(dead), folder_of(alive)
     assert len(groups_of(alive)) >= 4
     dead.send(signal.SIGKILL)
     dead.wait()
-    assert left.exists()
+    assert leftover.exists()
     store.start("next")
-    assert not left.exists()
+    assert not leftover.exists()
     assert kept.exists()
     assert len(groups_of(alive)) >= 4
     store.open("gate")
