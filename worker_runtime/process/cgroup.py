@@ -184,9 +184,7 @@ def find_groups(
     `parent` is a group delegated to the node, to be used instead of its own. Raises
     `LimitsUnavailable`.
     """
-    version, own = (_version(parent), parent) if parent else own_group("memory", proc)
-    if parent is None and own.name == LEAF:  # the process that has started us has moved there
-        own = own.parent
+    version, own = (_version(parent), parent) if parent else group_for_groups(proc)
     folder = own / name
     try:
         folder.mkdir(exist_ok=True)
@@ -201,6 +199,14 @@ def find_groups(
             folder.rmdir()
         raise LimitsUnavailable(f"cgroup v{version} at {own}: {error.strerror}") from None
     return groups
+
+
+def group_for_groups(proc: Path = Path("/proc/self")) -> tuple[int, Path]:
+    """Returns the version of the hierarchy that limits memory, and the group below which this
+    process makes groups. Raises `LimitsUnavailable`."""
+    version, own = own_group("memory", proc)
+    # If it is a leaf, the process that has started us has moved there.
+    return version, own.parent if own.name == LEAF else own
 
 
 def _version(group: Path) -> int:

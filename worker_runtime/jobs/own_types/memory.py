@@ -12,7 +12,13 @@ import os
 import time
 from pathlib import Path
 
-from worker_runtime.process.cgroup import LimitsUnavailable, MemoryGroup, MemoryGroups, find_groups
+from worker_runtime.process.cgroup import (
+    LimitsUnavailable,
+    MemoryGroup,
+    MemoryGroups,
+    find_groups,
+    group_for_groups,
+)
 from worker_runtime.process.log import Log
 
 #: A runner's folder; its process id follows.
@@ -58,15 +64,18 @@ class JobGroups:
     def __init__(self, groups: MemoryGroups) -> None:
         """Locks the folder. Raises `OSError`."""
         self._groups = groups
-        self._lock = os.open(groups.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._lock = _open_folder(groups.folder)
         self._ended: list[MemoryGroup] = []
         self._remove_at = 0.0
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.stat(groups.folder)  # another runner has not taken it for a leftover
 
     @property
     def version(self) -> int:
         return self._groups.version
+
+    @property
+    def folder(self) -> Path:
+        return self._groups.folder
 
     @property
     def parent(self) -> Path:
@@ -128,28 +137,36 @@ class JobGroups:
 def open_job_groups(log: Log) -> JobGroups | None:
     """Returns what makes this runner's groups; None where it may make none. Says so in the log."""
     try:
-        groups = find_groups(f"{_PREFIX}{os.getpid()}")
-        _remove_leftovers(groups.folder.parent, groups.version)
-        made = JobGroups(groups)
+        _, parent = group_for_groups()
+        starting = _open_folder(parent)
+        try:
+            # One runner at a time: a folder that is not locked yet would count as a leftover.
+            fcntl.flock(starting, fcntl.LOCK_EX)
+            made = JobGroups(find_groups(f"{_PREFIX}{os.getpid()}", parent))
+            _remove_leftovers(parent, made.version)
+        finally:
+            os.close(starting)
     except (LimitsUnavailable, OSError) as error:
         log.info("own_jobs_memory", limited_by="resident size", reason=str(error))
         return None
-    log.info("own_jobs_memory", limited_by=f"cgroup v{made.version}", folder=str(groups.folder))
+    log.info("own_jobs_memory", limited_by=f"cgroup v{made.version}", folder=str(made.folder))
     return made
 
 
 def _remove_leftovers(parent: Path, version: int) -> None:
     """Removes the folders of runners that have died, and kills what their jobs have left."""
     for folder in parent.glob(f"{_PREFIX}*"):
-        if folder.name == f"{_PREFIX}{os.getpid()}":
-            continue
-        with contextlib.suppress(OSError):  # its runner lives, or somebody else has removed it
-            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        with contextlib.suppress(OSError):  # its runner lives: perhaps it is this one
+            lock = _open_folder(folder)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 _remove_all(MemoryGroups(version, folder))
             finally:
                 os.close(lock)
+
+
+def _open_folder(folder: Path) -> int:
+    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
 def _remove_all(groups: MemoryGroups) -> None:
