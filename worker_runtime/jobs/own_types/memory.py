@@ -1,8 +1,10 @@
 """Memory cgroups around the children of own jobs, where the runner may make some.
 
-The kernel holds a child and all it has started to its limit, however fast they allocate. A runner's
-groups lie in a folder that it keeps locked while it lives, so that the next runner knows which
-folders are left over.
+The kernel holds a child and all it has started to its limit, however fast they allocate. A thread
+makes and removes the groups and moves the children: the kernel takes up to 40 ms for a move
+(measured; it waits until no process is being forked anywhere), and the runner's loop must not wait
+for that. The groups lie in a folder that the runner keeps locked while it lives, so that the next
+runner knows which folders are left over.
 """
 
 import contextlib
@@ -10,7 +12,10 @@ import errno
 import fcntl
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
 
 from worker_runtime.process.cgroup import (
     LimitsUnavailable,
@@ -31,6 +36,26 @@ _LEFTOVER_TIMEOUT_S = 2.0
 _REMOVE_INTERVAL_S = 0.1
 
 
+@dataclass(frozen=True, slots=True)
+class ProcessIdentity:
+    """One process, whatever later has its id."""
+
+    pid: int
+    parent: int
+    #: Ticks from the boot of the host to its start.
+    started: int
+
+
+def find_process(pid: int) -> ProcessIdentity | None:
+    """Returns a process; None if there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        fields = text.rpartition(")")[2].split()
+        return ProcessIdentity(pid, int(fields[1]), int(fields[19]))
+    except (OSError, ValueError, IndexError):
+        return None
+
+
 class ChildGroup:
     """The cgroup of one child, with its limit in bytes."""
 
@@ -41,10 +66,6 @@ class ChildGroup:
         # It stays open: to open it after each job would take ten times as long as to read it.
         name = "memory.oom_control" if (group.path / "memory.oom_control").exists() else _EVENTS
         self._kills = os.open(group.path / name, os.O_RDONLY | os.O_CLOEXEC)
-
-    def add(self, pid: int) -> None:
-        """Moves the child into its group. Raises `OSError`."""
-        self.group.add(pid)
 
     def exceeded_limit(self) -> bool:
         """Returns True if the kernel has killed the child, or what it has started, at its limit."""
@@ -58,16 +79,41 @@ class ChildGroup:
         os.close(self._kills)
 
 
+@dataclass(frozen=True, slots=True)
+class GroupEntry:
+    """Says what became of a child that was to be put into a group of its own."""
+
+    number: int
+    #: None if it is in no group.
+    group: ChildGroup | None = None
+    #: Why no group could be made, or none entered.
+    error: OSError | None = None
+    #: The process is not the fork server's child.
+    is_foreign: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupEntrance:
+    number: int
+    pid: int
+    server: int
+    limit: int
+
+
 class JobGroups:
-    """The cgroups of one runner's children."""
+    """The cgroups of one runner's children. All methods return at once."""
 
     def __init__(self, groups: MemoryGroups) -> None:
         """Locks the folder. Raises `OSError`."""
         self._groups = groups
         self._lock = _open_folder(groups.folder)
-        self._ended: list[MemoryGroup] = []
-        self._remove_at = 0.0
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        #: What the thread has to do: an entrance, a group that is to be removed; None: to end.
+        self._tasks: SimpleQueue[_GroupEntrance | MemoryGroup | None] = SimpleQueue()
+        self._entries: SimpleQueue[GroupEntry] = SimpleQueue()
+        self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._thread = Thread(target=self._work, name="cgroups", daemon=True)
+        self._thread.start()
 
     @property
     def version(self) -> int:
@@ -82,14 +128,24 @@ class JobGroups:
         """The group in which the runner's folder lies. No job may write below it."""
         return self._groups.folder.parent
 
-    def create(self, number: int, limit: int) -> ChildGroup:
-        """Makes the group of a child. Raises `OSError`."""
-        group = self._groups.create(str(number), hard=limit, die_together=True)
-        try:
-            return ChildGroup(group, limit)
-        except OSError:
-            group.remove()
-            raise
+    def fileno(self) -> int:
+        """Returns a descriptor that is readable when there are `entries`."""
+        return self._reader
+
+    def enter(self, number: int, pid: int, server: int, limit: int) -> None:
+        """Has a child put into a group of its own, with a limit in bytes, if `server` is its
+        parent."""
+        self._tasks.put(_GroupEntrance(number, pid, server, limit))
+
+    def entries(self) -> list[GroupEntry]:
+        """Returns what became of `enter` since the last call."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._reader, 4096)
+        entries = []
+        with contextlib.suppress(Empty):
+            while True:
+                entries.append(self._entries.get_nowait())
+        return entries
 
     def change(self, child: ChildGroup, limit: int) -> bool:
         """Changes a child's limit; False if it has more in use. Raises `OSError`."""
@@ -107,31 +163,76 @@ class JobGroups:
         return True
 
     def end(self, child: ChildGroup) -> None:
-        """Removes the group of a child that has ended, and kills what is left in it."""
+        """Has the group of a child that has ended removed, and what is left in it killed."""
         child.close()
-        self._remove(child.group)
-
-    def _remove(self, group: MemoryGroup) -> None:
-        if not group.remove():
-            group.kill()
-            self._ended.append(group)
-            self._remove_at = time.monotonic() + _REMOVE_INTERVAL_S
-
-    def run_due(self) -> None:
-        """Tries again to remove groups whose last processes have just been killed."""
-        if self._ended and time.monotonic() >= self._remove_at:
-            ended, self._ended = self._ended, []
-            for group in ended:
-                self._remove(group)
-
-    def due_at(self, otherwise: float) -> float:
-        """Returns when `run_due` has something to do (`time.monotonic`)."""
-        return self._remove_at if self._ended else otherwise
+        self._tasks.put(child.group)
 
     def close(self) -> None:
         """Removes all groups, whose processes have been killed, and the folder."""
+        self._tasks.put(None)
+        self._thread.join()
+        for entry in self.entries():
+            if entry.group is not None:
+                entry.group.close()
+        os.close(self._reader)
+        os.close(self._writer)
         _remove_all(self._groups)
         os.close(self._lock)
+
+    # --- the thread -------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        ended: list[MemoryGroup] = []
+        while True:
+            try:
+                task = self._tasks.get(timeout=_REMOVE_INTERVAL_S if ended else None)
+            except Empty:
+                ended = [group for group in ended if not _remove(group)]
+                continue
+            if task is None:
+                return
+            if isinstance(task, MemoryGroup):
+                if not _remove(task):
+                    ended.append(task)
+                continue
+            self._entries.put(self._enter(task))
+            with contextlib.suppress(BlockingIOError):
+                os.write(self._writer, b"1")
+
+    def _enter(self, entrance: _GroupEntrance) -> GroupEntry:
+        """Moves a process only if the kernel says that the fork server is its parent, and looks
+        again: the fork server, which has named it, may have let another process get its id."""
+        number, pid = entrance.number, entrance.pid
+        child = find_process(pid)
+        if child is None:  # it has ended, which will be reported
+            return GroupEntry(number)
+        if child.parent != entrance.server:
+            return GroupEntry(number, is_foreign=True)
+        try:
+            group = self._groups.create(str(number), hard=entrance.limit, die_together=True)
+        except OSError as error:
+            return GroupEntry(number, error=error)
+        try:
+            group.add(pid)
+            if find_process(pid) in (child, None):
+                return GroupEntry(number, ChildGroup(group, entrance.limit))
+            MemoryGroup(self.parent).add(pid)
+        except ProcessLookupError:
+            group.remove()
+            return GroupEntry(number)
+        except OSError as error:
+            group.remove()
+            return GroupEntry(number, error=error)
+        group.remove()
+        return GroupEntry(number, is_foreign=True)
+
+
+def _remove(group: MemoryGroup) -> bool:
+    """Removes a group; False if it had processes, which were killed: it has to be tried again."""
+    if group.remove():
+        return True
+    group.kill()
+    return False
 
 
 def open_job_groups(log: Log) -> JobGroups | None:

@@ -54,7 +54,7 @@ from worker_runtime.jobs.own_types.control import (
     encode_control,
     read_from_server,
 )
-from worker_runtime.jobs.own_types.memory import ChildGroup, JobGroups, open_job_groups
+from worker_runtime.jobs.own_types.memory import ChildGroup, GroupEntry, JobGroups, open_job_groups
 from worker_runtime.jobs.protocol.messages import Job, UnknownJob
 from worker_runtime.jobs.types.job_registry import JobRegistry
 from worker_runtime.process import kernel
@@ -144,13 +144,16 @@ class ServedChild(JobChild):
         capture: OutputCapture,
         uses: int,
         send_signal: Callable[["ServedChild", int], None],
-        group: ChildGroup | None = None,
+        *,
+        held_back: bool = False,
     ) -> None:
-        """`group`: its cgroup. The child is not in it yet, and is sent nothing before that."""
+        """`held_back`: it is to get a cgroup, and is sent nothing before it is in there."""
         super().__init__(number, link, capture, uses)
         self._send_signal = send_signal
-        self.group = group
-        self._in_group = group is None
+        #: Its cgroup, and the bytes that it may have there.
+        self.group: ChildGroup | None = None
+        self.memory_limit = 0
+        self._is_held_back = held_back
         self._held_back: list[bytes] = []
         self._has_sent = False
         #: Its process id, as the fork server says; 0 until then.
@@ -170,7 +173,7 @@ class ServedChild(JobChild):
         self._send_signal(self, number)
 
     def send(self, packet: bytes) -> None:
-        if self._in_group and not self._held_back:
+        if not self._is_held_back and not self._held_back:
             super().send(packet)
             self._has_sent = True
         else:
@@ -178,12 +181,12 @@ class ServedChild(JobChild):
 
     def holds_packets(self) -> bool:
         """Returns True if `send_held_back` has something to send."""
-        return self._in_group and bool(self._held_back)
+        return not self._is_held_back and bool(self._held_back)
 
     def send_held_back(self) -> None:
         """Sends what came before the child was in its cgroup. Has to be called again while
         `holds_packets`."""
-        self._in_group = True
+        self._is_held_back = False
         while self._held_back:
             try:
                 self.link.send(self._held_back[0])
@@ -238,8 +241,10 @@ class ForkServerPool(ChildPool):
         self._shared: dict[str, list[ServedChild]] = {}
         self._baseline = 0
         self._groups: JobGroups | None = None
-        #: The limit that the last job has needed: the next child begins with it.
-        self._usual_memory = TypeOptions().memory
+        #: False if groups cannot be made, or can no longer.
+        self._makes_groups = False
+        #: The limit of the last job's child: the next child begins with it.
+        self._usual_limit = TypeOptions().memory
         self._import_until = 0.0
         self._closed = False
         #: The jobs have the runner's user: it is not root,
@@ -252,6 +257,9 @@ class ForkServerPool(ChildPool):
         """Starts the fork server and waits for its manifest. Raises `OwnTypesUnusable`."""
         kernel.adopt_orphans()
         self._groups = open_job_groups(self.log)
+        if self._groups is not None:
+            self._makes_groups = True
+            self.selector.register(self._groups.fileno(), selectors.EVENT_READ, self._read_entries)
         self._start()
         while not self.ready:
             if self._control is None:
@@ -279,8 +287,6 @@ class ForkServerPool(ChildPool):
         if stuck or any(not each.process_id and now > each.confirm_until for each in children):
             self._kill_server("it does not answer")
             return
-        if self._groups is not None:
-            self._groups.run_due()
         for child in children:
             if child.holds_packets():
                 child.send_held_back()
@@ -295,8 +301,6 @@ class ForkServerPool(ChildPool):
         if not self.ready:
             return max(0.0, self._import_until - now)
         due = now + _FORK_TIMEOUT_S
-        if self._groups is not None:
-            due = self._groups.due_at(due)
         for child in self._all.values():
             if isinstance(child, ServedChild):
                 due = min(due, child.end_until)
@@ -430,7 +434,7 @@ class ForkServerPool(ChildPool):
                 return
             if isinstance(message, ChildForked):
                 child.process_id = message.pid
-                self._limit(child)
+                self._begin(child)
             elif isinstance(message, ForkFailed):
                 child.not_forked = message.reason[:40] or "unknown"
                 self._end(child, 1)
@@ -514,11 +518,12 @@ class ForkServerPool(ChildPool):
             _retire(child)
 
     def _set_limit(self, child: ServedChild, memory: int) -> bool:
-        self._usual_memory = memory
+        """Returns False if the child has more in use."""
+        child.memory_limit = self._usual_limit = self._baseline + memory
         if child.group is None or self._groups is None:
             return True
         try:
-            return self._groups.change(child.group, self._baseline + memory)
+            return self._groups.change(child.group, child.memory_limit)
         except OSError as error:
             self._lose_groups(error)
             return True
@@ -585,6 +590,7 @@ class ForkServerPool(ChildPool):
         self._all.clear()
         self._free.clear()
         if self._groups is not None:
+            self.selector.unregister(self._groups.fileno())
             self._groups.close()
             self._groups = None
 
@@ -593,56 +599,59 @@ class ForkServerPool(ChildPool):
             raise NotForked("the fork server is being started")
         self._last_number += 1
         number = self._last_number
-        group = self._make_group(number)
         try:
             with contextlib.ExitStack() as runner_ends, contextlib.ExitStack() as child_ends:
-                if group is not None and self._groups is not None:
-                    runner_ends.callback(self._groups.end, group)
                 near, reader, far, writer = make_ends(runner_ends, child_ends)
                 self._send(ForkChild(number=number), (far.fileno(), writer))
                 runner_ends.pop_all()  # they stay open
         except OSError as error:
             raise NotForked(errno.errorcode.get(error.errno or 0, "")) from None
         capture = OutputCapture(reader)
-        return self._watch(ServedChild(number, near, capture, self.recycle, self._signal, group))
+        child = ServedChild(
+            number, near, capture, self.recycle, self._signal, held_back=self._makes_groups
+        )
+        child.memory_limit = self._usual_limit
+        return self._watch(child)
 
-    def _make_group(self, number: int) -> ChildGroup | None:
-        if self._groups is None:
-            return None
-        try:
-            return self._groups.create(number, self._baseline + self._usual_memory)
-        except OSError as error:
-            self._lose_groups(error)
-            return None
+    def _begin(self, child: ServedChild) -> None:
+        """Has a child that was forked put into a cgroup, before it is sent a job."""
+        if self._makes_groups and self._groups is not None and self._server is not None:
+            server = self._server.pid
+            self._groups.enter(child.pid, child.process_id, server, child.memory_limit)
+        else:
+            child.send_held_back()
+
+    def _read_entries(self) -> None:
+        if self._groups is not None:
+            for entry in self._groups.entries():
+                self._entered(self._groups, entry)
+
+    def _entered(self, groups: JobGroups, entry: GroupEntry) -> None:
+        if entry.is_foreign:
+            self._kill_server("it named a process that is not its child")
+            return
+        if entry.error is not None:
+            self._lose_groups(entry.error)
+        child = self._all.get(entry.number)
+        if not isinstance(child, ServedChild):  # it has ended
+            if entry.group is not None:
+                groups.end(entry.group)
+        elif entry.group is not None or entry.error is not None:
+            child.group = entry.group
+            if entry.group is not None:
+                try:
+                    groups.change(entry.group, child.memory_limit)  # a job has come meanwhile
+                except OSError as error:
+                    self._lose_groups(error)
+            child.send_held_back()
 
     def _lose_groups(self, error: OSError) -> None:
         """Limits further children by their resident size: somebody has removed the runner's folder,
         or the host has too many groups."""
-        reason = errno.errorcode.get(error.errno or 0, "")
-        self.log.error("own_jobs_memory", limited_by="resident size", reason=reason)
-        self._groups = None
-
-    def _limit(self, child: ServedChild) -> None:
-        """Puts a child that was forked into its cgroup, and sends it its job.
-
-        The fork server has named its process. The runner moves it only if the kernel says that the
-        fork server is its parent.
-        """
-        if child.group is None or self._server is None:
-            return
-        parent = _parent(child.process_id)
-        if not parent:  # it has ended, which will be reported
-            return
-        if parent != self._server.pid:
-            self._kill_server("it named a process that is not its child")
-            return
-        try:
-            child.group.add(child.process_id)
-        except ProcessLookupError:
-            return
-        except OSError as error:
-            self._lose_groups(error)
-        child.send_held_back()
+        if self._makes_groups:
+            self._makes_groups = False
+            reason = errno.errorcode.get(error.errno or 0, "")
+            self.log.error("own_jobs_memory", limited_by="resident size", reason=reason)
 
     def _signal(self, child: ServedChild, number: int) -> None:
         if self._all.get(child.pid) is not child:
@@ -671,9 +680,7 @@ class ForkServerPool(ChildPool):
         child.note_unsent()
         if child.group is not None:
             child.out_of_memory = self.ran_out_of_memory(child)
-            if self._groups is None:
-                child.group.close()
-            else:
+            if self._groups is not None:
                 self._groups.end(child.group)
             child.group = None
         self._ended.append((child, status))

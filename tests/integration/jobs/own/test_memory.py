@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,8 @@ from infra.local.servers import ValkeyServer
 from tests.support.jobs.application import Application
 from tests.support.jobs.runners import RunnerProcess
 from tests.support.waiting import eventually
+from worker_runtime.jobs.own_types.memory import GroupEntry, open_job_groups
+from worker_runtime.process.log import Log
 
 MIB = 1024 * 1024
 limited = pytest.mark.needs("memory limits")
@@ -146,6 +150,39 @@ def test_a_recycled_child_has_the_limit_of_the_job_that_it_runs(store: Applicati
     assert store.value(store.add("leap", mebibytes=1)) == MIB
     last = store.value(store.add("leap_further", mebibytes=1))
     assert last != pids[0]
+
+
+@limited
+def test_no_process_but_a_child_of_the_fork_server_is_put_into_a_cgroup() -> None:
+    """The fork server holds the application's code: it may name any process."""
+    groups = open_job_groups(Log())
+    assert groups is not None
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as sleeper:
+        try:
+            own, parent = os.getpid(), os.getppid()
+            for number, pid, server in ((1, sleeper.pid, own), (2, own, own), (3, parent, own)):
+                groups.enter(number, pid, server, 64 * MIB)
+            entries: list[GroupEntry] = []
+
+            def have_come() -> bool:
+                entries.extend(groups.entries())
+                return len(entries) == 3
+
+            eventually(have_come, "what became of all three")
+            assert [(entry.number, entry.is_foreign) for entry in entries] == [
+                (1, False),
+                (2, True),
+                (3, True),
+            ]
+            [group] = [entry.group for entry in entries if entry.group is not None]
+            assert (group.group.path / "cgroup.procs").read_text().split() == [str(sleeper.pid)]
+            assert [path for path in groups.folder.iterdir() if path.is_dir()] == [group.group.path]
+            groups.end(group)  # what is left in it is killed
+            assert sleeper.wait(20) == -signal.SIGKILL
+        finally:
+            sleeper.kill()
+            groups.close()
+    assert not groups.folder.exists()
 
 
 @pytest.mark.needs("root")
