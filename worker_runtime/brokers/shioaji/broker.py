@@ -426,10 +426,6 @@ class ShioajiBroker:
         """Calls `watch`, from the SDK's threads, with the kind of each event and the event."""
         self._watch_event = watch
 
-    def renew_token(self) -> None:
-        """Lets the next login ask for a new token, as after one that was refused."""
-        _refused_tokens.add(self._key)
-
     def blanked(self, value: Any) -> Any:
         """Returns a value of the SDK as plain data, without credentials and without ids of the
         person or the account."""
