@@ -233,7 +233,7 @@ def call(
             None if body is None else json_text.loads(sys.stdin.read() if body == "-" else body)
         )
     except ValueError:
-        raise typer.BadParameter("the body is no JSON") from None
+        raise typer.BadParameter("the body is not JSON") from None
     below = path[3:] if path.startswith("/v1/") else path
     answer = api.client.request(method.upper(), below, body=document).body
     write = partial(typer.echo, nl=False) if isinstance(answer, str) else as_json

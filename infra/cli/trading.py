@@ -98,7 +98,7 @@ def switches(
 
 def _check_target(reason: str, everybody: bool, user: str | None, account: str | None) -> None:
     if everybody == (user is not None):
-        raise typer.BadParameter("say --all or --user USER, one of them")
+        raise typer.BadParameter("give either --all or --user USER")
     if account is not None and user is None:
         raise typer.BadParameter("--account needs --user")
 

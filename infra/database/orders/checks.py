@@ -104,7 +104,7 @@ async def find_refusal(
     now."""
     user_id, account_id = order.user_id, order.account_id
     if await is_disabled(session, user_id):
-        return UserDisabled(f"user {user_id} is disabled: it takes no new orders")
+        return UserDisabled(f"User {user_id} is disabled and cannot place orders.")
     held = await switches.holding_switch(session, user_id, account_id)
     if held is not None and held.state == SwitchState.HALTED:
         return TradingHalted(f"{switches.described(held)}; cancels still pass")
@@ -127,7 +127,8 @@ async def find_refusal(
     difference = await blocking_difference(session, user_id, account_id)
     if difference is not None:
         return AccountBlocked(
-            f"reconciliation {difference} of this account is open; a person has to look first"
+            f"Difference {difference} between this account and the broker is open. "
+            "Ask an operator to settle it."
         )
     account = await session.get(BrokerAccount, (user_id, account_id))
     if account is None:
