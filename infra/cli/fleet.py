@@ -240,7 +240,7 @@ def call(
     return CommandAnswer(answer, lambda: write(answer))
 
 
-letters_app = command_group("What failed for good (docs/how-to/settle-failures.md).")
+letters_app = command_group("Dead letters: what failed for good (docs/how-to/settle-failures.md).")
 
 LetterIds = Annotated[list[str], typer.Argument(metavar="ID…", help="Ids, as `list` shows them.")]
 
