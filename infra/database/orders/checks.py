@@ -1,7 +1,8 @@
-"""What blocks an order: a switch, an order of unknown outcome, differences from the broker's books.
+"""Finds what blocks an order: a switch, an order of unknown outcome, a difference from the broker's
+books.
 
-`acceptance.py` checks this in the statement that writes an order; `find_refusal` says why it wrote
-none.
+The statement that writes an order checks this (`acceptance.py`). If it wrote none, `find_refusal`
+says why.
 
 An order that closes a position, or enters one, has further conditions, since brokers have no orders
 that can only reduce. It is written under a lock of its account and symbol (`lock_symbol`), and only
@@ -73,8 +74,8 @@ FIRST_UNSETTLED = text(
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedTerms:
-    """What is checked of a new order, or of one at another price. `trading_day` is the date in
-    the home zone (`infra/market/calendar.py`)."""
+    """Holds what is checked of a new order, or of one at another price. `trading_day` is the date
+    in the home zone (`infra/market/calendar.py`)."""
 
     user_id: str
     account_id: str

@@ -174,7 +174,7 @@ _STANDING_COLUMNS = (
 
 @dataclass(frozen=True)
 class RecordedEvents:
-    """What became of a batch of events."""
+    """Says what became of a batch of events."""
 
     #: Ids of the events that were new.
     fresh: frozenset[str]
@@ -211,7 +211,7 @@ async def lock_order(session: AsyncSession, order_id: uuid.UUID) -> Order | None
 
 
 class SubmissionTrace(NamedTuple):
-    """What an order's events say of its submission."""
+    """Holds what an order's events say of its submission."""
 
     #: When its last event happened; None: it has none.
     last_event_at: datetime | None
