@@ -213,11 +213,13 @@ class JobExecutor:
 
     def _kill_for_memory(self, child: JobChild) -> None:
         runs = self._runs.runs_in(child)
-        # With several jobs in the process, nobody knows which of them takes the memory.
-        reason = "memory" if len(runs) == 1 else "process_memory"
         for run in runs:
-            self._log.warning("job_exceeds_memory", job=run.claimed.job_id, type=run.job.name)
-            self._runs.kill_now(run, reason)
+            self._runs.kill_now(run, self._memory_reason(runs, run))
+
+    def _memory_reason(self, runs: list[JobRun], run: JobRun) -> str:
+        self._log.warning("job_exceeds_memory", job=run.claimed.job_id, type=run.job.name)
+        # With several jobs in the process, nobody knows which of them takes the memory.
+        return "memory" if len(runs) == 1 else "process_memory"
 
     def seconds_until_due(self) -> float:
         """Returns the seconds until `run_due` has something to do."""
@@ -327,6 +329,9 @@ class JobExecutor:
 
     def _end_run(self, run: JobRun, outcome: RunOutcome) -> None:
         child = run.child
+        if not run.kill_reason and self.pool.ran_out_of_memory(child):
+            self._kill_for_memory(child)  # a process that it had started was killed first
+            return
         if run.kill_reason and outcome.failure is not None:
             if child.shared_by:  # the child continues with its other jobs
                 self._runs.remove(run)
@@ -366,7 +371,8 @@ class JobExecutor:
         output = child.capture.text()
         if child.not_forked:
             self._fork_failed(NotForked(child.not_forked))
-        for run in self._runs.runs_in(child):
+        runs = self._runs.runs_in(child)
+        for run in runs:
             self._runs.remove(run)
             if child.not_forked:
                 self._refuse(run.claimed, run.job, NotForked(child.not_forked))
@@ -376,6 +382,8 @@ class JobExecutor:
                 if status < 0
                 else f"its process exited {status}"
             )
+            if child.out_of_memory and not run.kill_reason:
+                run.kill_reason = self._memory_reason(runs, run)
             self._add_death(run, how, output)
         self.pool.forget(child)
 
