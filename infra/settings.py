@@ -304,7 +304,7 @@ class Settings(BaseSettings):
 
     @property
     def job_defaults(self) -> JobDefaults:
-        """What jobs of own types have where neither the type nor the call says it."""
+        """Returns the options of own jobs for which neither the type nor the call has a value."""
         return JobDefaults(
             timeout=self.jobs_timeout,
             attempts=self.jobs_attempts,

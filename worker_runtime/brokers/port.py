@@ -232,7 +232,8 @@ class ListsInstruments(Protocol):
 
 
 class AdapterFactory(Protocol):
-    """What a record's `adapter` names. Called in a session process, in any thread; no I/O."""
+    """Makes a broker session. A record's `adapter` names it. Called in a session process, in any
+    thread; does no I/O."""
 
     def __call__(
         self,
