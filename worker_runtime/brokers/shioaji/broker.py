@@ -129,6 +129,8 @@ class ShioajiBroker:
         self._paused_until = 0.0
         self._uses_files = False
         self._closing = threading.Lock()
+        #: Gets each event as the SDK reports it; for `berth broker check`.
+        self._watch_event: Callable[[str, Any], None] | None = None
 
     def login(self, credentials: Credentials, timeout: float) -> None:
         """Constructs the client, logs in,
@@ -416,6 +418,14 @@ class ShioajiBroker:
         """Returns the SDK's client, account and module, for a look past this adapter."""
         return *self._session(), self._load()
 
+    def watch_events(self, watch: Callable[[str, Any], None]) -> None:
+        """Calls `watch`, from the SDK's threads, with the kind of each event and the event."""
+        self._watch_event = watch
+
+    def renew_token(self) -> None:
+        """Lets the next login ask for a new token, as after one that was refused."""
+        _refused_tokens.add(self._key)
+
     def blanked(self, value: Any) -> Any:
         """Returns a value of the SDK as plain data, without credentials and without ids of the
         person or the account."""
@@ -611,6 +621,8 @@ class ShioajiBroker:
             )
             if self._account is not None and owner and owner != self._account.account_id:
                 return  # the other account of this login
+            if self._watch_event is not None:
+                self._watch_event(state.value, event)
             change = self._reported.merge_event(state.value, event)
             if change is not None:
                 self._on_order(change)
