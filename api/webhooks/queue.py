@@ -535,7 +535,9 @@ def _requests_of(
     requests = []
     for order in orders:
         if order.closes and order.quantity > MAX_QUANTITY:
-            raise errors.CloseInvalid(f"one close takes at most {MAX_QUANTITY}; close it in steps")
+            raise errors.CloseInvalid(
+                f"One close is at most {MAX_QUANTITY}. Close the position in several steps."
+            )
         body = order_request(order, meaning, account_id)
         parent = ParentRequest(
             fingerprint=body.fingerprint, origin=origin, reduce_only=order.closes
@@ -588,7 +590,8 @@ def _held(meaning: Meaning, holdings: Holdings) -> tuple[int, OrderCondition | N
     positions = [position for position in near if position.symbol == meaning.symbol]
     if near and not positions:
         raise errors.CloseInvalid(
-            f"{meaning.symbol} may stand for {near[0].symbol}, which is held: name that"
+            f"{meaning.symbol} may mean {near[0].symbol}, in which there is a position. Name that"
+            " symbol."
         )
     enters = wish.opens_side is not None
 
@@ -617,7 +620,7 @@ def _held(meaning: Meaning, holdings: Holdings) -> tuple[int, OrderCondition | N
     if len(closes) > 1:
         kinds = ", ".join(sorted(position.condition for position in closes))
         raise errors.CloseInvalid(
-            f"there are several positions ({kinds}): say the condition of one"
+            f"There are several positions ({kinds}). Name the condition of the one to close."
         )
     if closes and enters and lot in ODD_LOTS and not closes[0].odd_shares:
         raise errors.CloseInvalid(

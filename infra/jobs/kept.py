@@ -76,7 +76,7 @@ class KeptJobs:
             log.warning("job_not_kept", job_id=job.job_id)
             return await self.queue.enqueue(job)
         if known is not None and known.digest != digest:
-            raise JobIdReused(f"another job was asked for as {job.job_id}")
+            raise JobIdReused(f"The id {job.job_id} belongs to another job. Choose another id.")
         if not is_new:
             return False
         try:

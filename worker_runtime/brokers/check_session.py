@@ -111,7 +111,7 @@ class CheckSession:
             if isinstance(broker, ShioajiBroker):
                 broker.watch_events(self._note_event)
                 if renews_token:
-                    broker.renew_token()
+                    broker.forget_token()
             broker.login(self._request.credentials, 2 * CALL_TIMEOUT_S)
         except BaseException:
             broker.close()

@@ -67,7 +67,8 @@ _ACCOUNT_CLASSES = {"stock": "Stock", "futures": "Future"}
 _CONNECTIONS_TO_WARN_AT = 4
 #: Days before a certificate's end at which a session warns.
 _CERTIFICATE_WARNING_DAYS = (30, 7, 1)
-#: Connections whose last token the broker refused: their next login asks for a new one.
+#: Connections whose last token the broker refused, or whose token is about to end: their next login
+#: asks for a new one.
 _refused_tokens: set[ConnectionKey] = set()
 
 T = TypeVar("T")
@@ -205,6 +206,9 @@ class ShioajiBroker:
         accounts: list[Any] = api.login(credentials.api_key, credentials.secret_key, **words)
         _refused_tokens.discard(self._key)
         return accounts
+
+    def forget_token(self) -> None:
+        _refused_tokens.add(self._key)
 
     def place(self, order: BrokerOrderTerms, timeout: float) -> BrokerOrder:
         api, account = self._session()
@@ -421,10 +425,6 @@ class ShioajiBroker:
     def watch_events(self, watch: Callable[[str, Any], None]) -> None:
         """Calls `watch`, from the SDK's threads, with the kind of each event and the event."""
         self._watch_event = watch
-
-    def renew_token(self) -> None:
-        """Lets the next login ask for a new token, as after one that was refused."""
-        _refused_tokens.add(self._key)
 
     def blanked(self, value: Any) -> Any:
         """Returns a value of the SDK as plain data, without credentials and without ids of the
