@@ -118,7 +118,7 @@ class LogWriter:
                 return
 
 
-#: Of this process, once its log is configured.
+#: The writers of this process, once its log is configured.
 _writers: list[LogWriter] = []
 
 

@@ -43,11 +43,11 @@ class MetricFamily(NamedTuple):
     kind: str
     labels: tuple[str, ...]
     about: str
-    #: How the values of several processes become one. A dead process's gauges are forgotten.
+    #: Says how the values of several processes become one. A dead process's gauges are forgotten.
     merge: Literal["sum", "max"] = "sum"
 
 
-#: What is counted here, by name, and its metrics.
+#: The metrics that are counted here, by name.
 COUNTED: dict[str, MetricFamily] = {}
 _METRICS: dict[str, Counter | Histogram | Gauge] = {}
 

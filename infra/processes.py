@@ -22,7 +22,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, slots=True)
 class ProcessStat:
-    """One process, from `/proc/<pid>/stat`."""
+    """Describes a process, from `/proc/<pid>/stat`."""
 
     pid: int
     state: str

@@ -67,7 +67,7 @@ class RemovedSetting:
 
     #: The last release that read it.
     last_release: str
-    #: What applies now, as a sentence.
+    #: A sentence that says what applies now.
     now: str
 
 
@@ -104,7 +104,7 @@ REMOVED_SETTINGS: Mapping[str, RemovedSetting] = {
     "WATCH_PERIOD": RemovedSetting("0.1.0", "The watcher looks at all marks every 2 s."),
 }
 
-#: What Kubernetes and Docker set for a service named `berth-…`.
+#: The variables that Kubernetes and Docker set for a service named `berth-…`.
 _SERVICE_LINK = re.compile(
     r"_(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?|ENV_\w+)"
 )

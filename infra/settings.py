@@ -200,7 +200,7 @@ class Settings(BaseSettings):
     report_to: tuple[Annotated[str, Field(pattern=r"^[^@\s]+@[^@\s]+$")], ...] = ()
 
     # Pre-trade checks; an account's own limits go before these
-    #: What the home stock market takes.
+    #: The most that the home stock market takes.
     check_max_quantity: int = Field(default=499, ge=1)
     #: Ten contracts of TX in 2026.
     check_max_notional: Decimal = Field(default=Decimal(50_000_000), ge=0, lt=10**12)
@@ -345,7 +345,7 @@ class Settings(BaseSettings):
 
 
 class LocalSettings(BaseSettings):
-    """What `berth up` needs besides `Settings`: the ports of the servers that it starts on
+    """Holds what `berth up` needs besides `Settings`: the ports of the servers that it starts on
     127.0.0.1.
 
     The API's port is `BERTH_API_PORT`.

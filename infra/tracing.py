@@ -37,7 +37,7 @@ class Traces:
         self.provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url)))
         self._tracer = self.provider.get_tracer("berth")
         self._propagator = TraceContextTextMapPropagator()
-        #: For a client of Temporal.
+        #: The interceptors for a client of Temporal.
         self.interceptors = [TracingInterceptor(self._tracer)]
 
     def span(self, name: str, **about: str) -> AbstractContextManager[object]:

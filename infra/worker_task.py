@@ -61,8 +61,8 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A worker to launch. The launcher fills in `config.task_id`. Memory is in bytes."""
 
     config: WorkerConfig
-    #: What to run, in the platform's terms (a container image, a task definition); empty: what the
-    #: launcher was configured with. The process launcher has only one.
+    #: The image to run, in the platform's terms (a container image, a task definition); empty: what
+    #: the launcher was configured with. The process launcher has only one.
     image: str = ""
     memory_soft: int = MEMORY_SOFT_BYTES
     memory_hard: int = MEMORY_HARD_BYTES

@@ -28,8 +28,8 @@ _STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 _WAITED_SIGNALS = _STOP_SIGNALS | {signal.SIGCHLD, JOB_RUNNER_WANTED}
 #: Seconds the supervisor gets to remove the mark: one connect and two commands.
 _STOP_TIMEOUT_S = 4.0
-#: For glibc's resolver, which waits 5 s twice for each name server by default: a name server that
-#: is down must not stop the pulse of a healthy session or a renewal.
+#: Options for glibc's resolver, which waits 5 s twice for each name server by default: a name
+#: server that is down must not stop the pulse of a healthy session or a renewal.
 _RESOLVER_OPTIONS = "timeout:1 attempts:2"
 #: More ends of one process within `_CRASH_WINDOW_S` seconds are a crash loop (a user's session is
 #: replaced less often, see `replacement.py`).

@@ -76,14 +76,15 @@ T = TypeVar("T")
 _HEARTBEAT_TIMEOUT_S = 5.0
 #: The same for bulk work, for which nobody waits.
 _BULK_HEARTBEAT_TIMEOUT_S = 10.0
-#: For long bulk work. A second attempt next to a first one that is only slow cannot tell what it
-#: did: on a busy machine 200 of 2,000 anomalies counted as healed.
+#: The same for long bulk work. A second attempt next to a first one that is only slow cannot tell
+#: what it did: on a busy machine 200 of 2,000 anomalies counted as healed.
 _SLOW_HEARTBEAT_TIMEOUT_S = 30.0
-#: What a lookup or a script may take before it counts as lost: Valkey's socket timeout is 5 s.
+#: The time that a lookup or a script may take before it counts as lost: Valkey's socket timeout is
+#: 5 s.
 _LOOKUP_TIMEOUT_S = 8.0
-#: What one statement in PostgreSQL may take.
+#: The time that one statement in PostgreSQL may take.
 _STATEMENT_TIMEOUT_S = 15.0
-#: How long PostgreSQL may be away before a write is given up.
+#: The time that PostgreSQL may be away before a write is given up.
 _OUTAGE_TIMEOUT_S = 3600.0
 #: Seconds that a closing run waits for its timeline to be written.
 TIMELINE_TIMEOUT_S = _OUTAGE_TIMEOUT_S

@@ -1,5 +1,5 @@
-"""How an orchestrator runs our workflows:
-in the sandbox, with our own plain modules passed through.
+"""Says how an orchestrator runs our workflows: in the sandbox, with our own plain modules passed
+through.
 
 Measured on 2 cores: update-with-start until Active 45 ms (p50) when each run imports all our
 modules again, 25 ms when only the workflow's own file is imported again, 17 ms without a

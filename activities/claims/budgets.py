@@ -38,9 +38,10 @@ class AccountBudgets:
     #: As in `SealedAccount`, the oldest first.
     names: list[str]
     address_names: list[str]
-    #: How many persons' calls the broker takes from the address, by kind, as its record says.
+    #: The number of persons' calls that the broker takes from the address, by kind, as its record
+    #: says.
     address_persons: dict[str, float]
-    #: What 0.1.0 would use; an orchestrator of that release may hand them to the worker.
+    #: The names that 0.1.0 would use. An orchestrator of that release may hand them to the worker.
     former_names: list[str]
 
 
@@ -53,7 +54,7 @@ class AssignmentBudgets:
     facts: BudgetFacts
     #: The user's share of the egress address, in persons, where no record says more.
     address_share: float
-    #: How many users share an address.
+    #: The number of users that share an address.
     address_users: int = 1
     accounts: dict[str, AccountBudgets] = field(default_factory=dict)
 
@@ -79,8 +80,8 @@ class BudgetPlanner:
     #: '': calls are counted by address for brokers only whose record has limits of an address: then
     #: all workers count as one address.
     egress_address: str = ""
-    #: How many persons' limits the address may use. 0: as many as the broker's record says, else
-    #: `DEFAULT_EGRESS_PERSONS`.
+    #: The number of persons' limits that the address may use. 0: as many as the broker's record
+    #: says, else `DEFAULT_EGRESS_PERSONS`.
     egress_persons: int = 0
     brokers: Mapping[str, Plugin] = field(default_factory=installed_brokers)
 

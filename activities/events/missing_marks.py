@@ -46,7 +46,7 @@ class MissingMarkTracker:
         self._confirm_many = max(confirm, settle / 3)
         self._updated_at: float | None = None
         self._valkey_identity = ""
-        #: For how long a mark must be missing now: `_confirm` or `_confirm_many`.
+        #: The time for which a mark must be missing now: `_confirm` or `_confirm_many`.
         self._min_absence = confirm
         #: No decision is made before this instant.
         self._settled_at = 0.0

@@ -49,8 +49,8 @@ from worker_runtime.protocol import scripts
 
 #: Names the lock of this loop among PostgreSQL's advisory locks.
 LOCK_ID: Final = 0x626572746A
-#: What a worker may hold. A busy one has 50 names and 0.3 MB; with a thousand failed jobs and
-#: results 5 MB.
+#: The memory and the names that a worker may hold. A busy one has 50 names and 0.3 MB; with a
+#: thousand failed jobs and results 5 MB.
 MAX_BYTES: Final = 64 * 1024 * 1024
 MAX_NAMES: Final = 20_000
 #: Connections that a worker may have; it needs four.
@@ -215,7 +215,7 @@ def _tag_of(writer: str) -> str:
     return writer.removeprefix("fleet ") if writer.startswith("fleet ") else ""
 
 
-#: What names of workers and of fleets begin with; other users are somebody else's.
+#: The prefixes of the names of workers and of fleets; other users are somebody else's.
 _WORKER_PREFIXES = tuple(prefix.encode() for prefix in (COLD_PREFIX, POOL_PREFIX))
 _FLEET_PREFIX = FLEET_PREFIX.encode()
 _CLIENT = re.compile(
@@ -308,7 +308,7 @@ class ValkeyUserState:
     #: The last read showed that it keeps a busy server busy, or that a fleet floods it. A second
     #: one in a row makes it an offender.
     is_suspect: bool = False
-    #: Of a fleet: bytes by which memory has grown, as far as what it sent can be the cause.
+    #: The bytes by which a fleet's memory has grown, as far as what it sent can be the cause.
     grown: int = 0
 
     def note_load(self, load: str) -> bool:

@@ -43,7 +43,7 @@ PRICES_TIMEOUT_S = 2 * 3600.0
 #: (`worker_runtime/trading/instrument_lists.py`); a worker that was broken into may say anything.
 #: To switch to so many takes PostgreSQL 6 s on a busy machine; a statement may take 10 s.
 MAX_INSTRUMENTS = 100_000
-#: What a column holds (`Numeric(18, 6)`).
+#: The smallest step that a column holds (`Numeric(18, 6)`).
 _MIN_DECIMAL_STEP = Decimal("0.000001")
 
 log = structlog.get_logger()

@@ -51,11 +51,11 @@ class EntryState:
 class OverdueLimits:
     """Seconds after which something counts as overdue."""
 
-    #: Of a claim that has not connected.
+    #: Counts for a claim that has not connected.
     connect: float
-    #: Of a worker that nobody uses, and that should have ended.
+    #: Counts for a worker that nobody uses, and that should have ended.
     idle: float
-    #: Of a launch: until then a task announces nothing.
+    #: Counts for a launch: until then a task announces nothing.
     launch: float = 0.0
 
 
@@ -95,7 +95,7 @@ class FleetSnapshot:
 
     @property
     def size(self) -> int:
-        """How many workers it shows."""
+        """Returns the number of workers that the snapshot shows."""
         marked = {mark.partition(":")[2] for mark in self.marks.values()}
         return len({*self.running, *self.by_worker, *marked})
 

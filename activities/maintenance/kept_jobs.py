@@ -53,7 +53,7 @@ from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import MalformedMessage
 from worker_runtime.protocol.messages import Failure
 
-#: How long a round waits for a message about a job.
+#: Milliseconds that a round waits for a message about a job.
 NEWS_TIMEOUT_MS = 2000
 #: Seconds between two rounds.
 ROUND_INTERVAL_S = 0.5

@@ -63,7 +63,7 @@ class FleetScanner:
     launcher: Launcher
     message_secrets: MessageSecrets
     _: KW_ONLY
-    #: One that is scanned even when nothing of it runs.
+    #: A pool that is scanned even when nothing of it runs.
     pool: str
 
     def __post_init__(self) -> None:

@@ -22,8 +22,8 @@ from activities.orchestrator.deployment import Deployment, DeploymentSnapshot
 from worker_runtime import protocol
 from worker_runtime.protocol.errors import BerthError
 
-#: What a replay depends on: the workflows, and the messages and errors of the protocol that they
-#: use. Activities are left out: a replay takes their results from the history.
+#: The packages that a replay depends on: the workflows, and the messages and errors of the protocol
+#: that they use. Activities are left out: a replay takes their results from the history.
 REPLAYED_PACKAGES = (workflows, protocol)
 
 _RELEASE = re.compile(r"(\d+(?:\.\d+)*)(?:-|$)")

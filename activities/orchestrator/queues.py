@@ -134,7 +134,7 @@ FATAL_WORKFLOW_ERRORS = [NondeterminismError]
 #: The SDK passes on a heartbeat at most this often; its own choice, four fifths of the timeout,
 #: would leave an activity of ours one second of standstill out of five.
 MAX_HEARTBEAT_INTERVAL = timedelta(seconds=2)
-#: How long a workflow waits for the orchestrator that has it in memory before another one may
+#: The time that a workflow waits for the orchestrator that has it in memory before another one may
 #: replay it: its user waits that long when the first was killed. The SDK's own choice is 10 s.
 STICKY_QUEUE_TIMEOUT = timedelta(seconds=5)
 

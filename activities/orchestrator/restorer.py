@@ -58,7 +58,8 @@ from workflows.worker_pool.messages import PoolView, SetRelease
 
 #: Names the restorer's locks among PostgreSQL's advisory locks: one for each pool.
 LOCK_ID_BASE = 0x6265_0000_0000
-#: One of the restorers holds it, too, and looks at what belongs to no pool.
+#: Names the lock that only one of the restorers holds, in addition to its pool's: it looks at what
+#: belongs to no pool.
 SHARED_LOCK_ID = 0x6264_0000_0000
 #: Seconds until what seems to be missing is looked at once more.
 CONFIRM_AFTER_S = 10.0

@@ -31,7 +31,7 @@ log = structlog.get_logger()
 class PoolSnapshot:
     """A pool at one moment."""
 
-    #: Of new workers: the last good one until a worker of the present release is ready.
+    #: The release of new workers: the last good one until a worker of the present release is ready.
     release: Release = field(default_factory=Release)
     #: The last one of which a worker became ready; None: not known.
     good: Release | None = None

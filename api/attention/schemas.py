@@ -30,7 +30,7 @@ class AttentionPage(View):
 
 
 class ResolveOrderRequest(Body):
-    """How an order ended, as somebody found out at the broker. Nothing changes it any more."""
+    """Says how an order ended, as somebody found out at the broker. Nothing changes it any more."""
 
     state: OrderState = Field(description="`filled`, `cancelled`, `rejected` or `expired`.")
     filled_quantity: int = Field(default=0, strict=True, ge=0, le=MAX_QUANTITY, description="Lots.")
@@ -43,7 +43,7 @@ class ResolveOrderRequest(Body):
 
 
 class ReconciliationView(View):
-    """What one comparison after a login found."""
+    """The findings of a comparison after a login."""
 
     id: int
     user_id: str
@@ -117,7 +117,7 @@ class CertificateList(View):
 
 
 class ResolvePersonMatchRequest(Body):
-    """Whether both users are one person at the broker, as somebody has made sure of."""
+    """Says whether both users are the same person at the broker, as somebody has made sure of."""
 
     share_budget: bool = Field(
         description="true: their calls count together, as at the broker, and each may use up what "

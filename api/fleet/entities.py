@@ -23,7 +23,7 @@ from infra.temporal.executions import explain_end, read_execution
 from infra.temporal.schedules import SCHEDULES
 from workflows import names
 
-#: What an operator reads of users' and orders' workflows, which are counted.
+#: The words that an operator reads for the workflows of users and orders, which are counted.
 _COUNTED = {"user": "workflows of users", "order": "workflows of orders", "run": "runs"}
 _WORST_FIRST = (FindingState.MISSING, FindingState.PAUSED, FindingState.ENDED, FindingState.REBUILT)
 

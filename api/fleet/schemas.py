@@ -1,4 +1,4 @@
-"""What the API shows of the fleet, of maintenance and of its own health."""
+"""Holds the bodies by which the API shows the fleet, maintenance and its own health."""
 
 from datetime import date, datetime
 from typing import Annotated, Literal
@@ -13,7 +13,7 @@ Milliseconds = Annotated[float, AfterValidator(lambda seconds: round(seconds, 3)
 
 
 class FleetRowView(View):
-    """One user's running workflow. It has no worker while it claims one or is parked."""
+    """Describes a user's running workflow. It has no worker while it claims one or is parked."""
 
     user_id: str
     state: str | None
@@ -29,7 +29,7 @@ class MaintenanceRequest(ReasonBody):
 
 
 class MaintenancePassView(View):
-    """What maintenance saw when it scanned all workers, and what it did."""
+    """Says what maintenance saw when it scanned all workers, and what it did."""
 
     began_at: datetime
     workers: int = Field(validation_alias=AliasChoices("scanned", "workers"))
@@ -94,7 +94,7 @@ class ReportView(View):
 
 
 class MaintenanceRunView(View):
-    """What a pass that was asked for saw and did."""
+    """Says what a pass that was asked for saw and did."""
 
     ended: bool = Field(description="False: it takes longer than `wait`, and continues.")
     workers: int
@@ -107,7 +107,7 @@ class MaintenanceRunView(View):
 
 
 class FleetPage(View):
-    """One page of running workers."""
+    """A page of running workers."""
 
     workers: list[FleetRowView]
     next_cursor: str | None = Field(description="For the next page; null on the last one.")

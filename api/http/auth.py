@@ -34,8 +34,9 @@ _READS = frozenset({"GET", "HEAD"})
 MAX_KEY_LENGTH = 256
 #: Characters of an actor's name in the tables; its key's id takes 43 more.
 _MAX_ACTOR_NAME_LENGTH = 80
-#: What is read also while PostgreSQL is away: by Prometheus, which waits for 10 s in all, and by
-#: operators, who look for what is wrong. Seconds that the look-up of a known key then has.
+#: Paths that are read also while PostgreSQL is away: by Prometheus, which waits for 10 s in all,
+#: and by operators, who look for what is wrong. The look-up of a known key then has
+#: `KNOWN_KEY_LOOKUP_TIMEOUT_S` seconds.
 PATIENT_PATHS = frozenset({"/v1/metrics", "/", "/page/servers", "/page/pools", "/page/jobs"})
 KNOWN_KEY_LOOKUP_TIMEOUT_S = 2.0
 #: Keys remembered; the one not used for longest goes first.
@@ -59,12 +60,12 @@ class Principal:
     user_id: str | None
     label: str = ""
     expires_at: datetime | None = None
-    #: Of the fleet page, if the caller has one: the id of its own key. `key_id` is the one that
-    #: logged in.
+    #: The id of the fleet page's own key, if the caller has one. `key_id` is the one that logged
+    #: in.
     session: str = ""
     #: Its user is disabled.
     disabled: bool = False
-    #: What the key may do; None: all that its role may do.
+    #: The scopes of the key; None: it may do all that its role may do.
     scopes: frozenset[Scope] | None = None
     #: The networks that may use it; empty: all.
     sources: tuple[Network, ...] = ()
@@ -84,8 +85,8 @@ class Principal:
 
     @property
     def actor(self) -> str:
-        """How the audit trail and what else people read name this caller: by the key's label
-        first."""
+        """Returns the name of this caller in the audit trail and in what else people read: the
+        key's label comes first."""
         name = ", ".join(part for part in (self.user_id, self.label) if part)
         return (
             f"{name[:_MAX_ACTOR_NAME_LENGTH]} (key:{self.key_id})" if name else f"key:{self.key_id}"
@@ -163,7 +164,8 @@ class Authenticator:
         self._clock = clock
         self._size = size
         self._known: OrderedDict[bytes, tuple[float, Principal]] = OrderedDict()
-        #: How often something was forgotten: what a look-up found before that may be out of date.
+        #: The number of times that something was forgotten: what a look-up found before that may be
+        #: out of date.
         self._forgotten = 0
 
     def forget(self, key_id: str) -> None:

@@ -10,8 +10,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 
 from worker_runtime.protocol.bounds import plain_number
 
-#: What may stand in a Valkey key, a workflow id and a path: no braces, no bars, no slashes. It
-#: begins with a letter or digit, so that it is never the pool's `-1`.
+#: The form of a name that fits a Valkey key, a workflow id and a path: no braces, no bars, no
+#: slashes. It begins with a letter or digit, so that it is never the pool's `-1`.
 ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 #: Text in any script: no control characters (PostgreSQL
@@ -69,13 +69,13 @@ class Body(BaseModel):
 
 
 class View(BaseModel):
-    """What the API returns; `model_validate` also
-    takes a row or a dataclass with the same names."""
+    """The base of what the API returns. `model_validate` also takes a row or a dataclass with the
+    same names."""
 
     model_config = ConfigDict(frozen=True, from_attributes=True, json_schema_extra=with_examples)
 
 
-#: For a field of a view whose source has 0 or an empty text for what is not known.
+#: Marks a field of a view whose source has 0 or an empty text for what is not known.
 EMPTY_IS_NONE = BeforeValidator(lambda value: value or None)
 
 

@@ -59,7 +59,7 @@ _SENDERS = {"key": "API key", "unproven": "address"}
 
 @dataclass(slots=True)
 class RequestLimit:
-    """How far one limit is used up, as far as this process knows."""
+    """Tells how far a limit is used up, as far as this process knows."""
 
     kind: str
     #: Seconds that one request pays for, and the most seconds that may be paid ahead.

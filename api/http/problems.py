@@ -121,7 +121,7 @@ def _answer(scope: Scope, error: BerthError, **members: Any) -> Response:
 
 #: Failures that a problem's detail tells; `errors` has all of them.
 _MAX_SHOWN_FAILURES = 3
-#: How pydantic begins the message of a validator's own error.
+#: The words with which pydantic begins the message of a validator's own error.
 _OWN_ERROR = re.compile(r"^(Value|Assertion) error, ")
 #: Words of fields that hold secrets.
 _SECRETS = ("secret", "key", "password", "token", "certificate", "passphrase")

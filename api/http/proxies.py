@@ -45,7 +45,7 @@ _PAIR = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class _Hop:
-    """What one proxy wrote of the client that was connected to it."""
+    """Holds what a proxy wrote of the client that was connected to it."""
 
     source: str
     scheme: str = ""

@@ -1,5 +1,5 @@
-"""What each role may do, and which scope of an API key each route needs: one table of all routes,
-which the authentication of every request reads.
+"""Defines what each role may do, and which scope of an API key each route needs: one table of all
+routes, which the authentication of every request reads.
 
 A user's key acts for its own user only, wherever a route names one. An operator keeps the system
 running: pools, rollouts of allowed images, switches, attention, workers; it stores no credentials,
@@ -56,7 +56,7 @@ class Scope(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Right:
-    """Who may call a route."""
+    """Says who may call a route."""
 
     roles: frozenset[Role]
     #: The scope that a key needs; None: any key of these roles may call it.
@@ -89,7 +89,7 @@ class Right:
         return next((scope for scope in self.scopes_for(role) if scope not in held), None)
 
 
-#: What the scope of a key for one application's jobs begins with: `jobs:shop`.
+#: The prefix of the scope of a key for one application's jobs: `jobs:shop`.
 APPLICATION_PREFIX = f"{Scope.JOBS}:"
 #: A column of 32 characters holds such a scope.
 APPLICATION_SCOPE_PATTERN = rf"^{APPLICATION_PREFIX}[a-z][a-z0-9-]{{0,26}}$"
@@ -117,7 +117,7 @@ def known_scopes(words: Collection[str] | None) -> frozenset[Scope] | None:
 
 ALL = frozenset(Role)
 STAFF = frozenset({Role.OPERATOR, Role.ADMIN})
-#: What spends a user's money, or lets others do so.
+#: The roles that may spend a user's money, or let others do so.
 OWNERS = frozenset({Role.USER, Role.ADMIN})
 ADMINS = frozenset({Role.ADMIN})
 
@@ -264,7 +264,7 @@ def _scopes_of(role: Role) -> frozenset[Scope]:
 #: Role → the scopes that its routes need: those that its keys may have.
 SCOPES_OF: Mapping[Role, frozenset[Scope]] = {role: _scopes_of(role) for role in Role}
 
-#: What a user's key asks for that has limits of its own, or writes nothing into the audit trail.
+#: Routes that have limits of their own for a user's key, or write nothing into the audit trail.
 UNCOUNTED = frozenset(
     {
         f"POST {_USER}/orders",
@@ -275,7 +275,7 @@ UNCOUNTED = frozenset(
         f"POST {_USER}/webhooks/{{webhook_id}}/test",
     }
 )
-#: What only ends or reduces something, or may: the daily quota leaves more room for it.
+#: Routes that only end or reduce something, or may: the daily quota leaves more room for them.
 ENDING = frozenset(
     {
         "PUT /switches",

@@ -104,7 +104,7 @@ RETRY_MS = 1000
 
 @dataclass(frozen=True, slots=True)
 class ServerEvent:
-    """One event. `data` is JSON."""
+    """An event of a stream. `data` is JSON."""
 
     id: int
     name: str
@@ -151,7 +151,7 @@ class EventStreams:
 
     @property
     def open(self) -> int:
-        """How many streams there are now."""
+        """Returns the number of streams that are open now."""
         return self._open.total()
 
     def end(self) -> None:

@@ -8,7 +8,7 @@ from pydantic import Field
 from api.http.fields import ID_PATTERN, Body, LongReason, Price, View
 from worker_runtime.protocol.instruments import InstrumentKind
 
-#: Of a broker, and of a market.
+#: The form of a broker's name, and of a market's.
 NAME_PATTERN = r"^[a-z][a-z0-9_]{0,15}$"
 
 
@@ -20,7 +20,8 @@ class PriceStepView(View):
 
 
 class InstrumentView(View):
-    """One instrument, as its broker listed it last. Prices are in the currency of its market."""
+    """Describes an instrument as its broker listed it last. Prices are in the currency of its
+    market."""
 
     broker: str
     code: str = Field(description="What orders name it by.")
@@ -68,7 +69,7 @@ class InstrumentSourceRequest(Body):
 
 
 class InstrumentLoadView(View):
-    """One attempt to load a broker's list."""
+    """Describes an attempt to load a broker's list."""
 
     trading_day: date
     state: Literal["running", "loaded", "refused", "failed"] = Field(

@@ -1,4 +1,4 @@
-"""What operators see of the lists of instruments, and loads that they begin."""
+"""Shows operators the lists of instruments, and begins the loads that they ask for."""
 
 import time
 from collections.abc import Mapping, Sequence

@@ -37,7 +37,7 @@ class PreparedJob:
     """A job whose arguments fit its type, before it is kept."""
 
     job: Job
-    #: Of the request if the caller has chosen the id, else empty.
+    #: The digest of the request if the caller has chosen the id, else empty.
     digest: str
 
 

@@ -43,7 +43,7 @@ def _has_host(url: str) -> str:
     return url
 
 
-#: What a job of the fleet takes as an address.
+#: An address as a job of the fleet takes it.
 WebUrl = Annotated[
     str, Field(max_length=2048, pattern=r"^https?://[!-~]+$"), AfterValidator(_has_host)
 ]
@@ -165,7 +165,8 @@ class PushJobRequest(_JobRequest):
     data: _Values = Field(default_factory=dict, description="For the app; nobody sees it.")
 
 
-#: What begins the ids of jobs that Berth itself makes, which it would then take for made.
+#: The prefixes of the ids of jobs that Berth itself makes. It would take its own job for made if a
+#: caller had used such an id.
 _BUILT_IN_IDS = ("alert-", "report-", "statement-")
 MESSAGES = (SmsJobRequest, WhatsappJobRequest, PushJobRequest)
 FleetJob = (
@@ -205,14 +206,15 @@ def check_body(value: JsonValue, level: int = 1) -> None:
         check_body(part, level + 1)
 
 
-#: Of an application's type: the application, a slash, the name of the function with its module.
+#: The form of an application's type: the application, a slash, the name of the function with its
+#: module.
 _OWN_TYPE = r"^[a-z][a-z0-9-]{0,31}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}$"
 _OwnKey = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]*$", max_length=128)]
 _ANY_TYPE = r"^([a-z][a-z0-9-]{0,31}/)?[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}$"
 
 
 class OwnJobOptions(Body):
-    """How one job is enqueued. What is left out is what its type says."""
+    """Says how a job is enqueued. The job's type decides what is left out."""
 
     model_config = ConfigDict(populate_by_name=True)
 
@@ -337,7 +339,7 @@ class JobBatchView(View):
 
 
 class JobTypeVersionView(View):
-    """One version of a job type."""
+    """Describes a version of a job type."""
 
     version: int
     package: str | None = Field(
@@ -441,7 +443,7 @@ class JobLimitsView(View):
 
 
 class JobLimitsList(View):
-    """Of every type that the fleet runs."""
+    """The limits of every type that the fleet runs."""
 
     limits: list[JobLimitsView]
 

@@ -28,7 +28,7 @@ IMAGE_PATTERN = r"^[!-~]+$"
 TEXT_PATTERN = r"^[ -~]*$"
 
 
-#: For the jobs of one application.
+#: The scope for the jobs of one application.
 ApplicationScope = Annotated[str, Field(pattern=APPLICATION_SCOPE_PATTERN)]
 
 
@@ -85,7 +85,7 @@ class ApiKeyRequest(Body):
 
 
 class RotationRequest(Body):
-    """How long the old key still counts."""
+    """Says how long the old key still counts."""
 
     overlap_hours: float = Field(default=24.0, ge=0, le=720)
 
@@ -209,7 +209,7 @@ class AuditQuery(Body):
 
 
 class AuditEntryView(View):
-    """Who did what to whom."""
+    """Says who did what to whom."""
 
     id: int
     at: datetime

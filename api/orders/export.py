@@ -22,7 +22,7 @@ from worker_runtime.jobs.protocol.catalog import OrderRow, csv_of
 #: Rows that are read at once: memory does not grow with the rows. About 150 KB of CSV; no
 #: transaction is open while a client reads them.
 PAGE_SIZE = 500
-#: Of a file with a header (RFC 4180).
+#: The type of a file with a header (RFC 4180).
 MEDIA_TYPE = "text/csv; charset=utf-8; header=present"
 
 

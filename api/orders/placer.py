@@ -53,8 +53,8 @@ class PendingOrder:
     deadline: float
     #: Instant of its request on `time.monotonic`, seconds.
     began: float
-    #: For a repeat: the order with its latest answer applied. Its request may have been enqueued
-    #: before.
+    #: The order with its latest answer applied, if this is a repeat, whose request may have been
+    #: enqueued before.
     latest_view: schemas.OrderView | None = None
 
     @property
@@ -207,7 +207,7 @@ class OrderPlacer:
     _: KW_ONLY
     #: Seconds from an order's acceptance to its deadline.
     lifetime_s: float
-    #: What an order of unknown outcome blocks (`acceptance.NewOrder`).
+    #: Says what an order of unknown outcome blocks (`acceptance.NewOrder`).
     unknown_blocks: str = "symbol"
     traces: Traces | None = None
 

@@ -194,7 +194,7 @@ async def follow_orders(user_id: KnownUserId, call: Call, begin: StreamBegin) ->
     return await call.open_stream(OrderFeed(call.database, user_id), begin)
 
 
-#: What a cancel and a replace may fail with.
+#: The problems with which a cancel and a replace may fail.
 _CHANGE_PROBLEMS = (
     *problems.WITHOUT_WORKER,
     OrderNotFound,

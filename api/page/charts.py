@@ -20,7 +20,7 @@ MIN_SPAN_WIDTH = 6.0
 
 @dataclass(frozen=True, slots=True)
 class StateSpan:
-    """One state of a worker in its timeline. `x` and `width` are units of the picture."""
+    """Describes a state of a worker in its timeline. `x` and `width` are units of the picture."""
 
     x: float
     width: float
@@ -70,7 +70,7 @@ SAMPLE_INTERVAL_S = 30.0
 MAX_SAMPLES_PER_POOL = 120
 #: Pools that a process samples: one query each.
 MAX_SAMPLED_POOLS = 20
-#: What is sampled, as the chart's lines.
+#: The figures that are sampled, as the chart's lines.
 LINES = ("wanted", "ready", "starting", "in_use")
 
 

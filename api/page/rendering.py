@@ -1,4 +1,4 @@
-"""What every page of operators needs: what it reads, how it is shown, how it fails.
+"""Holds what every page of operators needs: what it reads, how it is shown, how it fails.
 
 A page reads by the functions of the REST routes, under their rights. What an operator does there,
 the page's script sends to the REST routes themselves. So a page can do nothing that the API does
@@ -78,7 +78,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class PagePart(Generic[T]):
-    """What one function answered, or why it did not: a page shows the rest of itself
+    """Holds what a function answered, or why it did not: a page shows the rest of itself
     nevertheless."""
 
     value: T | None = None
@@ -87,7 +87,7 @@ class PagePart(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Page(AuthorizedCall):
-    """One request for a page by somebody who has logged in."""
+    """A request for a page by somebody who has logged in."""
 
     request: Request
 

@@ -383,7 +383,7 @@ async def show_audit(page: InPage, query: Annotated[AuditPageQuery, Query()]) ->
 
 #: A working day; who works longer logs in anew.
 SESSION_TTL = timedelta(hours=12)
-#: What browsers say of a request by a page of ours, or by nobody's page.
+#: The values that browsers send with a request by a page of ours, or by nobody's page.
 _OURS = frozenset({"same-origin", "none"})
 
 

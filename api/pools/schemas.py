@@ -37,8 +37,8 @@ class PoolWindowBody(Body):
 
 
 class PoolPolicyBody(Body):
-    """How many free workers there should be. What is left out has its default, not its present
-    value."""
+    """Says how many free workers there should be. A field that is left out has its default, not its
+    present value."""
 
     target: Count
     minimum: Count = Field(default=0, description="Never fewer, but for the limit.")
@@ -118,7 +118,7 @@ Image = Annotated[str, Field(pattern=r"^[!-~]*$", max_length=300)]
 
 
 class ReleaseView(View):
-    """What new workers of a pool are. Empty: what the orchestrator's settings say."""
+    """Says what new workers of a pool are. Empty: what the orchestrator's settings say."""
 
     version: str
     image: str

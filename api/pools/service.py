@@ -35,7 +35,8 @@ from workflows.worker_pool.messages import POOL_CHANGED, PoolView
 from workflows.worker_pool.policy import PoolPolicyInvalid
 
 HALF_WAY = "The pool may be half way: start it again, or the one to the version before."
-#: For one answer. A count, or a query of a large pool, may hold the workflow's task up.
+#: Limits the wait for one answer. A count, or a query of a large pool, may hold the workflow's task
+#: up.
 ANSWER_TIMEOUT = timedelta(seconds=10)
 _REFUSALS: dict[str | None, type[BerthError]] = {
     PoolPolicyInvalid.code: PoolPolicyInvalid,

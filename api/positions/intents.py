@@ -36,7 +36,7 @@ CHECK_INTERVAL_S = 0.5
 
 @dataclass(frozen=True)
 class IntentRun:
-    """One call that carries out an intent."""
+    """A call that carries out an intent."""
 
     user_id: str
     account_id: str

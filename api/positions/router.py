@@ -34,7 +34,7 @@ Seconds = Annotated[
 #: Enough for a worker's start, its login and a broker that takes its time.
 BROKER_TIMEOUT_S = 20.0
 
-#: What every question to a broker may fail with.
+#: The problems with which every question to a broker may fail.
 _BROKER_PROBLEMS = (
     *problems.WITHOUT_WORKER,
     errors.NotFound,

@@ -59,7 +59,7 @@ class BalanceView(_AccountView):
 
 
 def account_fields(user_id: str, account_id: str, report: AccountReport) -> dict[str, Any]:
-    """What every view of an account has."""
+    """Returns the fields that every view of an account has."""
     at = datetime.fromtimestamp(report.taken_at_ms / 1000, UTC)
     return {"user_id": user_id, "account_id": account_id, "taken_at": at}
 
@@ -75,7 +75,7 @@ _Quantity = Annotated[int, Field(strict=True, gt=0, le=orders.MAX_QUANTITY)]
 
 
 class PricedBody(Body):
-    """How an order is priced: at the market and at once, unless a price is given."""
+    """Says how an order is priced: at the market and at once, unless a price is given."""
 
     price_type: PriceType = PriceType.MARKET
     price: orders.LimitPrice = None
@@ -134,7 +134,7 @@ class ClosePositionRequest(PricedBody):
 
 
 class Intent(StrEnum):
-    """What a strategy wants."""
+    """The intent of a strategy."""
 
     LONG_ENTRY = "long_entry"
     LONG_EXIT = "long_exit"
@@ -176,7 +176,7 @@ class IntentRequest(PricedBody):
 
 
 class IntentView(View):
-    """How far an intent has come."""
+    """Says how far an intent has come."""
 
     client_order_id: str
     intent: Intent

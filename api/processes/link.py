@@ -41,10 +41,10 @@ log = structlog.get_logger()
 
 
 class GatheredCounts(NamedTuple):
-    """What all processes of this API have counted."""
+    """Holds what all processes of this API have counted."""
 
     processes: int
-    #: How many of them answered. 0: not even the master, so the counts are missing.
+    #: The number of processes that answered. 0: not even the master did, so the counts are missing.
     answered: int
     died: int
     counted: CollectorRegistry

@@ -66,19 +66,19 @@ log = structlog.get_logger()
 
 
 class ServingProcess:
-    """One process of the API, as its master sees it."""
+    """Describes a process of the API, as its master sees it."""
 
     def __init__(self, process: asyncio.subprocess.Process, writer: asyncio.StreamWriter) -> None:
         self.process = process
         self.writer = writer
-        #: What it had counted when it last reported.
+        #: The counts of its last report.
         self.samples: Samples = {}
         self.started_at = time.monotonic()
         #: When it was heard last on `time.monotonic`; None:
         #: its connection is gone, so silence says nothing.
         self.heard_at: float | None = self.started_at
         self.serves = asyncio.Event()
-        #: Whether it ends because it was asked to.
+        #: True if it ends because it was asked to.
         self.is_retired = False
         #: Why it ends, in its own words or in the master's.
         self.reason = ""
@@ -135,7 +135,7 @@ class Master:
         self._count = count
         self._command = command
         self._processes: list[ServingProcess] = []
-        #: What processes that have ended had counted.
+        #: The counts of processes that have ended.
         self._samples_of_dead: Samples = {}
         self._died = 0
         self._failed_starts = 0

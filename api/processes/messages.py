@@ -1,5 +1,5 @@
-"""What a master and its API processes tell each other,
-in frames over a socket pair that only the two have.
+"""The messages between a master and its API processes, in frames over a socket pair that only the
+two have.
 
 A frame is its length in four bytes, then one message in MessagePack. Nothing here waits for the
 other side: a message for somebody who does not read is dropped.
@@ -24,7 +24,8 @@ class Alive(msgspec.Struct, frozen=True, tag="alive"):
 
 
 class Counted(msgspec.Struct, frozen=True, tag="counted"):
-    """What a process has counted. `number`: of the question that it answers; 0: nobody asked."""
+    """Carries what a process has counted. `number`: of the question that it answers; 0: nobody
+    asked."""
 
     samples: Samples
     number: int = 0
@@ -53,10 +54,10 @@ class Gathered(msgspec.Struct, frozen=True, tag="gathered"):
     """The answer to `Gather`: the sum over all processes, dead ones included."""
 
     number: int
-    #: How many processes answered in time, the scraped one included.
-    #: Of the others the last samples count.
+    #: The number of processes that answered in time, the scraped one included. For the others the
+    #: last samples count.
     answered: int
-    #: How many processes have ended though nobody asked them to.
+    #: The number of processes that have ended though nobody asked them to.
     died: int
     samples: Samples
 

@@ -26,7 +26,7 @@ class SwitchHolder(StrEnum):
 
 
 class SwitchRequest(Body):
-    """What to switch, to what, and why."""
+    """Says what to switch, to what, and why."""
 
     scope: SwitchScope
     user_id: UserId | None = None
@@ -55,7 +55,7 @@ class SwitchRequest(Body):
 
 
 class SwitchView(View):
-    """One switch, as somebody set it last."""
+    """Describes a switch, as somebody set it last."""
 
     scope: SwitchScope
     user_id: str | None
@@ -83,7 +83,7 @@ class SwitchSetView(SwitchView):
 
 
 class EffectiveSwitchView(View):
-    """What counts for a user: the strictest of everything set."""
+    """Says which states apply to a user: the strictest of everything set."""
 
     version: int
     all_accounts: SwitchState

@@ -8,7 +8,7 @@ from api.http.fields import Body, View
 
 
 class SymbolNameRequest(Body):
-    """What a name means."""
+    """Says what a name means."""
 
     symbol: str = Field(
         pattern=r"^[A-Za-z0-9./_:!-]+$",

@@ -108,7 +108,8 @@ Secret = Annotated[SecretStr, Field(max_length=512)]
 
 
 class CredentialsRequest(Body):
-    """What the broker's login needs. Stored encrypted; the API can encrypt but not decrypt."""
+    """The data that the broker's login needs. Berth stores it encrypted; the API can encrypt but
+    not decrypt."""
 
     broker: str = Field(
         max_length=16, json_schema_extra=_list_brokers, description="One of the installed brokers."
@@ -180,7 +181,7 @@ LoginTrial = Literal["verified", "rejected", "not_tried"]
 
 
 class CredentialsView(View):
-    """What is told about stored credentials: all but the credentials."""
+    """Describes stored credentials: all but the credentials themselves."""
 
     user_id: str
     account_id: str
@@ -199,12 +200,12 @@ class CredentialsView(View):
     )
 
 
-#: What the columns can hold.
+#: The largest number that the columns can hold.
 _MAX_INTEGER = 2**31 - 1
 
 
 class AccountLimitsRequest(Body):
-    """What one account may do, where it differs from the settings; null: as they say."""
+    """Says what an account may do, where it differs from the settings; null: as they say."""
 
     max_quantity: int | None = Field(
         default=None, strict=True, ge=0, le=MAX_QUANTITY, description="Lots of one order."

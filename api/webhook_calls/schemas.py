@@ -14,7 +14,7 @@ from worker_runtime.protocol.messages import Side
 
 
 class PlannedOrderView(View):
-    """One order of a plan."""
+    """Describes an order of a plan."""
 
     client_order_id: str
     closes: bool = Field(description="True: it can only make the position smaller.")
@@ -134,7 +134,7 @@ class EarlierSignalView(View):
 
 
 class SignalTestView(View):
-    """What would be done for a signal that came now."""
+    """Says what would be done for a signal that came now."""
 
     symbol: str
     unit: QuantityUnit

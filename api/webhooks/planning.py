@@ -36,8 +36,8 @@ from worker_runtime.protocol.order_terms import (
     OrderLot,
 )
 
-#: How far the limit of an odd lot's order may be from the price in a market signal: odd lots are
-#: taken as limit orders only (see the record of the home broker).
+#: The share by which the limit of an odd lot's order may differ from the price in a market signal:
+#: odd lots are taken as limit orders only (see the record of the home broker).
 ODD_LOT_MARGIN = Decimal("0.01")
 
 

@@ -225,10 +225,10 @@ _OPENS = frozenset(
 _PLACEHOLDER = re.compile(r"\{\{\s*([^{}]{1,100}?)\s*\}\}")
 #: In a text that is no JSON: with a colon it may be an object in double braces, which has a secret.
 _RAW_PLACEHOLDER = re.compile(r"\{\{\s*([^{}:]{1,100}?)\s*\}\}")
-#: One that is a whole value, without quotes or with quotes of its own (`plot("RSI")`).
+#: A placeholder that is a whole value, without quotes or with quotes of its own (`plot("RSI")`).
 _PLACEHOLDER_VALUE = re.compile(r'(:\s*)"?(\{\{[^{}:]{1,100}\}\})"?(?=\s*[,}])')
 _NUMBER = re.compile(r"[+-]?\d{1,12}(?:\.\d{0,12})?")
-#: How alerts write that there is no value: Pine's `na` becomes `NaN`.
+#: The words with which alerts say that there is no value: Pine's `na` becomes `NaN`.
 _NO_VALUES = frozenset({"nan", "na", "n/a", "null", "none", "undefined"})
 _SYMBOL = re.compile(r"[A-Za-z0-9./_:!-]+")
 #: A text in JSON, and what it may have only escaped, such as a new line of a comment in Pine.

@@ -347,7 +347,7 @@ def _planned(call: WebhookCall) -> Sequence[object]:
     return planned
 
 
-#: What may be a secret, of this webhook or another one, under whatever name.
+#: A text that may be a secret, of this webhook or another one, under whatever name.
 _SECRET_LIKE = re.compile(r"[A-Za-z0-9_-]{24,}")
 
 
@@ -386,8 +386,8 @@ def require_time(signal: Signal, webhook: Webhook) -> None:
     )
 
 
-#: What a text gives as its secret, also one that is no JSON.
-#: Typographic quotes, too: the owner then hears of the quotes.
+#: Finds the secret that a text gives, even if the text is no JSON. Typographic quotes count, too:
+#: the owner then hears of the quotes.
 _QUOTE = rb"(?:[\"']|\xe2\x80[\x98-\x9f]|\xef\xbc\x82)?"
 _GIVEN_SECRET = re.compile(
     rb"(?i)secret" + _QUOTE + rb"\s*[:=]\s*" + _QUOTE + rb"([A-Za-z0-9_-]{1,256})"

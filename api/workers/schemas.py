@@ -60,7 +60,7 @@ class MarkView(View):
 
 
 class LifecycleView(View):
-    """What the user's workflow says."""
+    """The answer of the user's workflow."""
 
     state: str
     since: datetime
@@ -96,7 +96,7 @@ class WorkerView(View):
 
 
 class TransitionView(View):
-    """One change of state."""
+    """Describes a change of state."""
 
     id: int = Field(description="Grows with each change of this user's worker.")
     at: datetime

@@ -31,8 +31,8 @@ from worker_runtime.protocol.errors import BerthError, LoginRejected, from_code
 from workflows.names import user_worker_id
 from workflows.user_worker.messages import ReloadResult, UserWorkerView
 
-#: One short repeat inside the SDK (a connection that broke while idle), then the truth at once. The
-#: SDK's default would hide an outage for 10 s.
+#: Allows a short repeat inside the SDK (for a connection that broke while idle), then tells the
+#: truth at once. The SDK's default would hide an outage for 10 s.
 RPC_RETRY = RetryConfig(
     initial_interval_millis=20, max_interval_millis=50, max_elapsed_time_millis=300, max_retries=2
 )

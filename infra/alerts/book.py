@@ -27,13 +27,13 @@ _CURSOR = re.compile(r"[0-9]{1,18}(-[0-9]{1,18})?")
 
 
 class OperatorAlert(msgspec.Struct, kw_only=True):
-    """One error or condition."""
+    """Describes an error or condition."""
 
     text: str
     first_at: float
     #: When an error came last, or when the condition was last known to hold.
     last_at: float
-    #: How many errors there were since `first_at`; how large a condition is.
+    #: The number of errors since `first_at`; of a condition, how large it is.
     value: float = 0.0
     #: Seconds until a condition is told; None: an error.
     wait: float | None = None

@@ -26,7 +26,7 @@ SEND_INTERVAL_S = 1.0
 MAX_WAITING_ERRORS = 100
 #: Methods of a logger whose lines are errors.
 ERRORS = frozenset({"error", "exception", "critical", "fatal"})
-#: What an event of ours looks like. Lines of libraries may hold anything.
+#: The form of our own events. Lines of libraries may hold anything.
 _EVENT = re.compile(r"[a-z][a-z0-9_.]{0,63}")
 
 
@@ -74,7 +74,7 @@ def _place(error: BaseException) -> str:
     )
 
 
-#: Of this process. `configure_log` has it see each line.
+#: The collector of this process. `configure_log` has it see each line.
 collector = ErrorCollector()
 
 

@@ -1,4 +1,4 @@
-"""What each API process measures of its host: a hash in Valkey.
+"""Collects what each API process measures of its host, in a hash in Valkey.
 
 One process looks for alerts at a time, and each of them may be on another host. So all write what
 they measure, and the one that looks reads all of it.

@@ -1,5 +1,5 @@
-"""What a month on AWS costs, for 100, 1,000 and 10,000 users:
-`python -m infra.aws.costs` prints the table.
+"""Estimates what a month on AWS costs, for 100, 1,000 and 10,000 users: `python -m infra.aws.costs`
+prints the table.
 
 Prices are list prices on demand in Tokyo, in USD, as far as known in November 2026 and without a
 look-up: put in your own. Savings plans for the hosts that always run take off about a third.
@@ -21,7 +21,7 @@ BALANCER_USD_PER_HOUR, NAT_USD_PER_HOUR, ENDPOINT_USD_PER_HOUR = 0.0243, 0.062, 
 #: With a standby in the second zone: PostgreSQL (m6g) and ElastiCache (m7g), by their sizes.
 DATABASE_USD_PER_HOUR = {"large": 0.426, "xlarge": 0.852, "4xlarge": 3.408}
 ELASTICACHE_USD_PER_HOUR = {"large": 0.312, "xlarge": 0.622, "4xlarge": 2.480}
-#: One host of our own (m6i), and what its load balancer asks for each 3,000 open connections.
+#: The prices of a host of our own (m6i), and of its load balancer for each 3,000 open connections.
 VALKEY_HOST_USD_PER_HOUR = {"large": 0.124, "xlarge": 0.248, "4xlarge": 0.992}
 BALANCER_UNIT_USD_PER_HOUR = 0.006
 # Prices of a month.
@@ -42,9 +42,9 @@ BALANCER_UNIT_USD_PER_HOUR = 0.006
     0.10,
     0.30,
 )
-#: Of Valkey's volume, as in `stages.py`.
+#: The size of Valkey's volume, as in `stages.py`.
 VALKEY_VOLUME_GIB = 50
-#: How many of them `production` has; CloudWatch's own metrics cost nothing.
+#: The number of each that `production` has; CloudWatch's own metrics cost nothing.
 SECRET_COUNT, KEY_COUNT, ALARM_COUNT, METRIC_COUNT = 20, 2, 21, 7
 #: Folders of keys that the tasks other than the API's follow,
 #: and an API task; a call each `CHECK_INTERVAL_S` seconds.
@@ -57,10 +57,11 @@ TEMPORAL_PLAN_USD, TEMPORAL_USD_PER_MILLION_ACTIONS = 100.0, 50.0
 
 @dataclass(frozen=True, kw_only=True)
 class CostLoad:
-    """What users do. Each figure is an assumption but for the ones with a source."""
+    """Says what users do. Each figure is an assumption but for the ones with a source."""
 
     users: int
-    #: Of the users, how many have a worker at the same time in trading hours, and at other times.
+    #: The share of the users that have a worker at the same time in trading hours, and at other
+    #: times.
     busy: float = 0.8
     quiet: float = 0.1
     #: Requests a minute of one user to the API, in trading hours.

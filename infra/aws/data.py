@@ -1,4 +1,5 @@
-"""What lasts: the KMS keys, PostgreSQL, Valkey, the secrets, and the repositories of the images."""
+"""Makes what lasts: the KMS keys, PostgreSQL, Valkey, the secrets, and the repositories of the
+images."""
 
 from aws_cdk import Duration, RemovalPolicy, SecretValue
 from aws_cdk import aws_ec2 as ec2
@@ -90,7 +91,7 @@ class Storage(Construct):
             for name, description in FOLDERS.items()
         }
         self.database, self.database_owner_url, self.database_url = self._database()
-        #: Of the images that are built here, and of Valkey's.
+        #: The repositories of the images that are built here, and of Valkey's.
         self.images = {name: self._repository(name) for name in ("server", "worker")}
         if stage.own_valkey:
             self.images["valkey"] = self._repository("valkey")

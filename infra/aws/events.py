@@ -1,5 +1,5 @@
-"""What ECS says of its tasks, what nobody could deliver,
-and who hears of it: queues, alarms, dashboard."""
+"""Makes the queues, alarms and dashboard for what ECS says of its tasks and for what nobody could
+deliver, and decides who hears of it."""
 
 from collections.abc import Sequence
 

@@ -15,9 +15,10 @@ from infra.aws.network import Network
 from infra.aws.stages import AwsStage
 from infra.launchers.docker.container import MAX_PIDS
 
-#: Of a worker host, where the ECS task definition of workers mounts it from.
+#: The folder of the launch key on a worker host. The ECS task definition of workers mounts it from
+#: there.
 LAUNCH_KEY_FOLDER = "/etc/berth"
-#: Of a server host: the folder of the authorities that signed RDS's certificates.
+#: The folder of a server host that holds the authorities that signed RDS's certificates.
 AUTHORITIES_FOLDER = "/etc/berth-rds"
 #: The user that workers run as (infra/images/worker.Dockerfile).
 WORKER_UID = 10002

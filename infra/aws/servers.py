@@ -31,10 +31,10 @@ SCALE_OUT_COOLDOWN, SCALE_IN_COOLDOWN = Duration.seconds(60), Duration.seconds(3
 #: Seconds that a job waits until its fleet gets another task.
 #: From 5 s on it has more runners (`jobs_wait`).
 MAX_JOB_WAIT_S = 30
-#: How long a task that leaves may finish its requests.
+#: The time in which a task that leaves may finish its requests.
 DRAIN_TIMEOUT = Duration.seconds(300)
 API_PORT = 8000
-#: What job runners have of the message secret, and the folder of the secrets that a tier needs.
+#: The job runners' part of the message secret, and the folder of the secrets that a tier needs.
 JOBS_KEY = "/keys/fleet/fleet.key"
 PROVIDER_FOLDERS = {
     "webhook": ("webhook",),
@@ -47,7 +47,7 @@ _HEALTH = ("python", "-m", "infra.compose.health")
 
 
 class Servers:
-    """What all servers are made of; `add` makes one."""
+    """Holds what all servers are made of; `add` makes one."""
 
     def __init__(
         self,

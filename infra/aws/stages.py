@@ -23,7 +23,7 @@ class JobTier:
 class AwsStage:
     name: str
     region: str = "ap-northeast-1"
-    #: Whether Temporal Cloud is used, or a cluster of our own in this stage.
+    #: True if Temporal Cloud is used, False for a cluster of our own in this stage.
     temporal_cloud: bool
     #: Two availability zones; NAT gateways, each of which is an address that brokers see.
     zones: int = 2
@@ -69,16 +69,16 @@ class AwsStage:
     #: begins empty. Another value of either makes another volume.
     valkey_zone: int = 0
     valkey_snapshot: str = ""
-    #: Of ElastiCache.
+    #: The class of ElastiCache's hosts.
     valkey_class: str = "cache.m7g.large"
-    #: Whether a deletion of the stack leaves the data.
+    #: True if a deletion of the stack leaves the data.
     keep_data: bool = True
     log_days: int = 90
 
     @property
     def removal(self) -> RemovalPolicy:
-        """Of what has a name of ours, too:
-        what a failed first deployment left would fail the next one."""
+        """Returns the policy that also suits resources to which we give a name: what a failed first
+        deployment left would make the next one fail."""
         return RemovalPolicy.RETAIN_ON_UPDATE_OR_DELETE if self.keep_data else RemovalPolicy.DESTROY
 
 

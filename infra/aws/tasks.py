@@ -36,14 +36,14 @@ class TaskSize:
     hard: int
 
 
-#: Of the container that copies the keys.
-#: It reserves no CPU: two API tasks fill a host of 2,048 units.
+#: The size of the container that copies the keys. It reserves no CPU: two API tasks fill a host of
+#: 2,048 units.
 KEYS_SIZE = TaskSize(cpu=0, soft=64, hard=192)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSpec:
-    """What one kind of server runs."""
+    """Says what one kind of server runs."""
 
     name: str
     command: Sequence[str]

@@ -55,7 +55,7 @@ SERVICE_ACCESS = "on ~* &* +@all -@dangerous +info +keys +client|id"
 VOLUME_TAG, VOLUME_FOLDER = "berth:valkey", "/var/lib/berth-valkey"
 #: The user that Valkey runs as in its image, and the tag of that image.
 VALKEY_UID, VALKEY_IMAGE = 999, "9.1.2"
-#: Of the host's memory. Rewriting the append-only file copies what is written meanwhile.
+#: Percent of the host's memory. Rewriting the append-only file copies what is written meanwhile.
 MEMORY_PERCENT = 60
 #: Hours between two snapshots of the volume, and how many are kept.
 SNAPSHOT_INTERVAL_HOURS, MAX_SNAPSHOTS_KEPT = 1, 48
@@ -68,15 +68,16 @@ class ValkeyParts:
 
     url: str
     worker_url: str
-    #: Of the job runners; with `has_users` the same as the workers': each derives its login.
+    #: The URL of the job runners; with `has_users` the same as the workers': each derives its
+    #: login.
     jobs_url: str
-    #: Whether each worker gets a Valkey user of its own.
+    #: True if each worker gets a Valkey user of its own.
     has_users: bool
     alarm_metric: cloudwatch.IMetric
     #: Exactly one of the two bounds is set.
     alarm_above: float | None = None
     alarm_below: float | None = None
-    #: Whether a metric without figures is an alarm, too.
+    #: True if a metric without figures is an alarm, too.
     alarm_without_figures: bool = False
     alarm_text: str
     graphs: tuple[cloudwatch.IMetric, ...]

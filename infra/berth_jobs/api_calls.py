@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class JobRequest:
-    """One request to the API."""
+    """A request to the API."""
 
     method: str
     #: Without `/v1`.
@@ -81,7 +81,7 @@ Call = Generator[JobRequest | float, Any, T]
 
 
 class EnqueueOptions(JobOptions, frozen=True, kw_only=True, omit_defaults=True):
-    """How one job is enqueued. What is left out is what its type says."""
+    """Says how a job is enqueued. The job's type decides what is left out."""
 
     #: 1 to 64 of letters, digits, `_`, `.` and `-`. The same call with the same id is done once.
     job_id: str = ""
@@ -108,7 +108,7 @@ class OptionValues(TypedDict, total=False):
     group: str
     #: While a job of the type with the same key has not ended, no other one is accepted.
     unique: str
-    #: For which a result is kept; of a job over REST at least a day.
+    #: The time for which a result is kept; of a job over REST at least a day.
     result_ttl: float | timedelta
     #: Jobs of the type with the same key share the type's rate.
     rate_key: str
@@ -146,7 +146,7 @@ class JobCall(Struct, frozen=True, kw_only=True):
     #: A JSON object.
     args: msgspec.Raw
     options: EnqueueOptions
-    #: What the job returns; not sent.
+    #: The type of what the job returns; not sent.
     result_type: Any = Any
 
     @property
@@ -189,9 +189,9 @@ class JobSnapshot(Struct, frozen=True, kw_only=True):
     due_at: datetime | None = None
     started_at: datetime | None = None
     finished_at: datetime | None = None
-    #: What the job last reported.
+    #: The progress that the job last reported.
     progress: Any = None
-    #: What the job returned.
+    #: The value that the job returned.
     value: Any = None
     failure: JobFailure | None = None
 

@@ -20,7 +20,7 @@ C = TypeVar("C", httpx.Client, httpx.AsyncClient)
 
 
 class ProducerSettings(NamedTuple):
-    """What a producer needs to know."""
+    """Holds what a producer needs to know."""
 
     url: str
     api_key: str

@@ -1,5 +1,4 @@
-"""What a running job is given: its attempt,
-deadline and fence, its secrets, progress and a logger."""
+"""Gives a running job its attempt, deadline and fence, its secrets, progress and a logger."""
 
 from __future__ import annotations
 

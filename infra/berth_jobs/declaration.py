@@ -43,7 +43,7 @@ class BadDeclaration(TypeError):
 
 
 class DeclaredJob(msgspec.Struct, frozen=True, kw_only=True):
-    """One type of job, as its function declares it. Durations are seconds.
+    """Describes a type of job, as its function declares it. Durations are seconds.
 
     An option that is None has the default of the deployment: a timeout of 180 s, 10 attempts, 120 s
     between two of them.
@@ -64,13 +64,13 @@ class DeclaredJob(msgspec.Struct, frozen=True, kw_only=True):
     retry_on: tuple[type[BaseException], ...] = DEFAULT_RETRY_ON
     #: Pauses before the second attempt, the third and so on; the last one repeats.
     backoff: tuple[float, ...] = ()
-    #: Whether it may run again after its process or runner has died in the middle.
+    #: True if it may run again after its process or runner has died in the middle.
     idempotent: bool = False
     #: Jobs of one group run one after the other; `{argument}` stands for the value of an argument,
     #: or for its default.
     group: str = ""
-    #: For this long, or until it has ended,
-    #: no other job with the same arguments, defaults included, is accepted; 0: no limit.
+    #: While this time lasts, or until the job has ended, no other job with the same arguments,
+    #: defaults included, is accepted; 0: no limit.
     unique_for: float = 0.0
     #: The name of the type that is enqueued with the failure once a job has failed for good.
     on_failed: str = ""

@@ -72,7 +72,7 @@ _SCRIPT_SHA = hashlib.sha1(_SCRIPT.encode(), usedforsecurity=False).hexdigest()
 
 
 class DirectJob(NamedTuple):
-    """What became of one job that was enqueued."""
+    """Says what became of a job that was enqueued."""
 
     #: The job's id. With a key of the scope `jobs`, `Producer.job` shows the job.
     id: str
@@ -85,7 +85,7 @@ class DirectJob(NamedTuple):
 
 
 class DirectCall(NamedTuple):
-    """One job, signed and ready to be enqueued (`DirectProducer.call`)."""
+    """A job, signed and ready to be enqueued (`DirectProducer.call`)."""
 
     job_id: str
     #: The values of `enqueue.lua`.
@@ -93,7 +93,7 @@ class DirectCall(NamedTuple):
 
 
 class _JobTemplate(NamedTuple):
-    """What all jobs of one type with the same options share."""
+    """Holds what all jobs of one type with the same options share."""
 
     #: Members of the job's JSON, before and after its arguments.
     before: bytes

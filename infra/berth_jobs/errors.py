@@ -42,7 +42,7 @@ class UnexpectedAnswer(BerthJobsError):
 
 
 class ProblemField(Struct, frozen=True):
-    """One field of the request that the API refused, and why."""
+    """A field of the request that the API refused, and why."""
 
     loc: list[str | int] = []
     msg: str = ""

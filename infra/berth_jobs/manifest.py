@@ -37,7 +37,8 @@ class BadManifest(ValueError):
 
 
 class TypeOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How jobs of one type are enqueued; None: the deployment's default. Durations are seconds."""
+    """Says how jobs of one type are enqueued; None: the deployment's default. Durations are
+    seconds."""
 
     queue: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}\Z")] = "default"
     priority: Annotated[int, msgspec.Meta(ge=0, le=9)] = 5
@@ -62,7 +63,7 @@ class TypeOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class ManifestType(msgspec.Struct, frozen=True, kw_only=True):
-    """One type of job."""
+    """Describes a type of job."""
 
     #: With its application: `shop/jobs.resize_image`.
     name: _TypeName

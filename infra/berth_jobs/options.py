@@ -18,7 +18,8 @@ _Key = Annotated[str, msgspec.Meta(max_length=128)]
 
 
 class JobDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """What a deployment gives to jobs whose type says nothing else. Durations are seconds."""
+    """The options that a deployment gives to jobs whose type says nothing else. Durations are
+    seconds."""
 
     timeout: float = 180.0
     attempts: int = 10
@@ -27,7 +28,7 @@ class JobDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one call changes of its type's options; None: as the type says. Durations are
+    """The options of its type that a call changes; None: as the type says. Durations are
     seconds."""
 
     queue: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}\Z")] | None = None
@@ -39,7 +40,7 @@ class JobOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     group: _Key | None = None
     #: While a job of this type with the same key has not ended, no other one is accepted.
     unique: _Key | None = None
-    #: For how long a result is kept.
+    #: Seconds for which a result is kept.
     result_ttl_s: Annotated[int, msgspec.Meta(ge=1, le=14 * 86_400)] | None = None
     #: Jobs of one type with the same key share the type's rate.
     rate_key: _Key | None = None
@@ -87,7 +88,7 @@ def job_fields(
 
 
 class JobFailureReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a failure handler (`on_failed`) is called with: its arguments."""
+    """The arguments with which a failure handler (`on_failed`) is called."""
 
     job_id: str
     type: str

@@ -53,7 +53,8 @@ T = TypeVar("T")
 
 
 class _Sender:
-    """What both producers share: options, and the calls that they send. Holds no connection.
+    """Holds what both producers share: options, and the calls that they send. It holds no
+    connection.
 
     A call is written once (`api_calls`); the producers differ in how they send its requests. Their
     methods repeat each other's signatures, for type checkers: Python has no type for "awaitable or

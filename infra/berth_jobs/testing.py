@@ -69,7 +69,7 @@ class _Refusal(Exception):
 
 @dataclass(kw_only=True)
 class RecordedJob:
-    """One job that was enqueued in the block."""
+    """Describes a job that was enqueued in the block."""
 
     job_id: str
     #: With its application, such as `shop/resize_image`.
@@ -77,7 +77,7 @@ class RecordedJob:
     #: As JSON has them.
     args: dict[str, Any]
     options: EnqueueOptions
-    #: How it ended, or stands.
+    #: The state in which it ended, or is now.
     snapshot: JobSnapshot
     _body: bytes = field(repr=False)
 

@@ -1,4 +1,4 @@
-"""What the suite needs of the other side of a broker, and helpers of its tests."""
+"""Defines what the suite needs of the other side of a broker, and helpers of its tests."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ CREDENTIALS = Credentials(
 
 @dataclass(frozen=True)
 class BookedOrder:
-    """One order as the other side has it in its ledger.
-    `note`: Berth's order id, if it keeps that."""
+    """Describes an order as the other side has it in its ledger. `note`: Berth's order id, if it
+    keeps that."""
 
     note: str
     tag: str
@@ -47,7 +47,7 @@ class BookedOrder:
 
 @dataclass(frozen=True)
 class StageFacts:
-    """What orders of the suite look like."""
+    """Says what orders of the suite look like."""
 
     #: At least five symbols that nobody else trades on the stage.
     symbols: Sequence[str]
@@ -60,9 +60,10 @@ class StageFacts:
     sources: Sequence[Path]
     #: Value of one lot at a price of 1, as the stage counts it.
     lot_value: Decimal = Decimal(1)
-    #: What the broker takes of limit orders, as its record says; those that may not rest are tried.
+    #: The values that the broker takes for limit orders, as its record says; those that may not
+    #: rest are tried.
     times_in_force: Sequence[TimeInForce] = tuple(TimeInForce)
-    #: What the suite's market orders have.
+    #: The value that the suite's market orders have.
     market_time_in_force: TimeInForce = TimeInForce.ROD
     #: False: a session lists its own orders only, as the record says of the stage's system
     #: (`lists.all_sessions`, or `all_sessions_in_simulation`).
@@ -99,7 +100,7 @@ class BrokerStage(Protocol):
 
     @property
     def confirmed(self) -> Sequence[ConfirmedQuantityChange]:
-        """What quantity changes are known to mean, for a broker that wants to know."""
+        """Returns what quantity changes are known to mean, for a broker that wants to know."""
         ...
 
     def register(self, account: str, api_key: str, secret_key: str) -> None:

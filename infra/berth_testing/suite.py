@@ -1,5 +1,5 @@
-"""What every broker keeps: the contract of `worker_runtime/brokers/port.py`. Submit-once comes
-first."""
+"""Tests what every broker keeps: the contract of `worker_runtime/brokers/port.py`. Submit-once
+comes first."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_call_ends_with_its_timeout_and_leaves_the_outcome_unknown(
     assert [taken.tag for taken in stage.taken(account)] == [sent.tag]
 
 
-#: How the answer of a cancel or replacement is lost.
+#: The faults that lose the answer of a cancel or replacement.
 LOST_CHANGES = ("drop_next_change", "silence_next_change")
 
 

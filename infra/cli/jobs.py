@@ -70,7 +70,7 @@ Code = Annotated[
 
 #: Seconds between two reads of `--watch`.
 _WATCH_INTERVAL_S = 1.0
-#: What these acts make of a setting of the queues, which PostgreSQL keeps.
+#: The values that these acts give to a setting of the queues, which PostgreSQL keeps.
 _HALTS = {"suspend": "1", "resume": None}
 
 
@@ -96,7 +96,7 @@ def _message_keys(tag: str) -> MessageKeys:
 
 @dataclass(frozen=True)
 class JobView:
-    """What a command shows, once or every second: `draw` makes a table of what `read` returns."""
+    """Shows something once or every second: `draw` makes a table of what `read` returns."""
 
     read: Callable[[], Any]
     draw: Callable[[Console, Any], RenderableType]

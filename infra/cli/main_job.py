@@ -18,7 +18,7 @@ SYMBOL = "2330"
 #: Seconds the whole order may take; from a full pool it takes well under one.
 ORDER_TIMEOUT_S = 30.0
 
-#: What helps when the order failed: at a switch, and otherwise.
+#: The advice after the order failed: at a switch, and otherwise.
 _SWITCHES = (
     "`berth switches` shows every switch; `berth open --all --reason …` (or --user "
     f"{USER}) opens one"

@@ -44,7 +44,7 @@ AccountId = Annotated[str, typer.Argument(metavar="ACCOUNT", help="Id of the acc
 Pool = Annotated[str, typer.Argument(metavar="[POOL]", help="Name of the pool.")]
 
 
-#: Of options that begin and end a span of time, as the API's parameters do.
+#: The help of options that begin and end a span of time, as the API's parameters do.
 START_HELP = "From this day of the home markets, such as 2026-11-27, or from a time with its zone."
 END_HELP = "To the end of this day of the home markets, or to a time with its zone."
 

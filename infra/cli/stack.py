@@ -46,7 +46,7 @@ TITLES = {
 }
 
 
-#: How a step that has ended is shown in a pipe, and on a terminal with its colour.
+#: The words and signs for a step that has ended, in a pipe and, with its colour, on a terminal.
 _WORDS = {StepStatus.DONE: "ready", StepStatus.FAILED: "FAILED", StepStatus.STOPPED: "stopped"}
 _SIGNS = {
     StepStatus.DONE: ("✓", "green"),

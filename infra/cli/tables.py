@@ -1,5 +1,5 @@
-"""What the commands print of workers, pools and jobs:
-tables on a terminal, wide plain columns in a pipe."""
+"""Prints workers, pools and jobs for the commands: tables on a terminal, wide plain columns in a
+pipe."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 #: Columns of a line in a pipe: no row is cut or wrapped.
 _PIPE_COLUMNS = 500
-#: Of a worker, a pool, a trading switch, a job's runner or queue.
+#: The states of a worker, a pool, a trading switch, a job's runner or queue.
 _STATES = {
     "green": ("Active", "running", "open", "busy", "done"),
     "yellow": (

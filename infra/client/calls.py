@@ -1,4 +1,4 @@
-"""What a client does, written once for both clients, without I/O.
+"""Implements what a client does, written once for both clients, without I/O.
 
 A call is a generator: it yields a request to send, or seconds to rest; it is given the response, or
 why there was none; it returns the result. The clients in `client.py` only send and rest.
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class ApiRequest:
-    """One request, as httpx takes it."""
+    """A request, as httpx takes it."""
 
     method: str
     #: Behind `/v1`.

@@ -170,7 +170,7 @@ class BerthClient:
 
 
 class AsyncBerthClient:
-    """For asyncio. An asynchronous context manager, or `aclose` it.
+    """Calls the API from asyncio. Use it as an asynchronous context manager, or `aclose` it.
 
     Close an event stream that is not read to its end (`contextlib.aclosing`), so that its
     connection is free.

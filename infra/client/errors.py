@@ -11,7 +11,8 @@ from msgspec import Struct
 
 from .models import OrderSnapshot
 
-#: How the types of answers begin that are no JSON: a file of orders, and what Prometheus reads.
+#: The beginnings of the types of answers that are no JSON: a file of orders, and what Prometheus
+#: reads.
 TEXT_TYPES = ("text/csv", "text/plain; version=")
 
 
@@ -34,7 +35,7 @@ class Unreachable(BerthClientError):
 
 
 class UnexpectedAnswer(BerthClientError):
-    """What answered is no API of Berth, or one that this release does not understand."""
+    """The answer is not from a Berth API, or from one that this release does not understand."""
 
 
 class ProblemInvalidField(Struct, frozen=True):
@@ -73,7 +74,7 @@ class ApiError(BerthClientError):
         self.retryable = problem.retryable
         #: Seconds after which the same call may succeed, where the API says so.
         self.retry_after = retry_after
-        #: What the API's log has this request under.
+        #: The id of this request in the API's log.
         self.request_id = problem.request_id
         #: The order that exists nevertheless.
         self.order = problem.order

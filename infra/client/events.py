@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StreamEvent(Generic[T]):
-    """One event. A program that ends may continue behind `id` later (`after`)."""
+    """An event. A program that ends may continue behind `id` later (`after`)."""
 
     id: int
     name: str

@@ -1,5 +1,5 @@
-"""What goes to the API and comes from it. Quantities are lots (of odd lots: shares); prices are in
-the instrument's currency.
+"""The data that goes to the API and comes from it. Quantities are lots (of odd lots: shares);
+prices are in the instrument's currency.
 
 Each class mirrors a schema of the API's OpenAPI document; a test compares them. Fields that this
 release does not know are passed over, so that an older client reads the answers of a newer API.
@@ -60,12 +60,13 @@ class OrderTicket(Struct, frozen=True, kw_only=True, omit_defaults=True):
     #: Given exactly with `LMT`.
     price: Decimal | None = None
     time_in_force: TimeInForce = "ROD"
-    #: Of stocks; `odd` and `intraday_odd` count shares.
+    #: The lot of a stock order; `odd` and `intraday_odd` count shares.
     lot: OrderLot = "common"
     condition: OrderCondition = "cash"
-    #: Of futures.
+    #: Says whether a futures order opens a position or closes one.
     open_close: OpenClose = "auto"
-    #: What becomes of a price between two steps: `passive` takes the next one that is no worse.
+    #: Says what becomes of a price between two steps: `passive` takes the next one that is no
+    #: worse.
     price_rounding: PriceRounding = "refuse"
     #: Place the order even if an identical one was placed within the duplicate window.
     allow_duplicate: bool = False
@@ -123,7 +124,7 @@ class OrderSnapshot(Struct, frozen=True, kw_only=True):
 
 
 class OrderHistoryStep(Struct, frozen=True, kw_only=True):
-    """One step in the life of an order."""
+    """A step in the life of an order."""
 
     step: str
     at: AwareTime
@@ -176,7 +177,7 @@ class KeySnapshot(Struct, frozen=True, kw_only=True):
     label: str | None
     role: KeyRole
     user_id: str | None
-    #: What it may do; None: all that its role may do.
+    #: The scopes of the key; None: it may do all that its role may do.
     scopes: tuple[str, ...] | None
     #: Addresses or networks that may use it; empty: all.
     sources: tuple[str, ...]
@@ -212,9 +213,10 @@ class CreatedKey(Struct, frozen=True, kw_only=True):
 
 
 class BrokerCredentials(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the broker's login needs. The API stores it encrypted and never shows it again."""
+    """The data that the broker's login needs. The API stores it encrypted and never shows it
+    again."""
 
-    #: One of the installed brokers.
+    #: The name of an installed broker.
     broker: str
     #: The broker's record says which of these its login needs (`berth broker list`).
     api_key: str = ""
@@ -234,7 +236,7 @@ class BrokerCredentials(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class CredentialsReceipt(Struct, frozen=True, kw_only=True):
-    """What is told about stored credentials: all but the credentials."""
+    """Describes stored credentials: all but the credentials themselves."""
 
     user_id: str
     account_id: str
@@ -243,7 +245,7 @@ class CredentialsReceipt(Struct, frozen=True, kw_only=True):
     simulation: bool
     #: Grows with every change.
     version: int
-    #: What the broker said to them now; a real one is not asked before a worker logs in.
+    #: The broker's answer to them now; a real one is not asked before a worker logs in.
     login: Literal["verified", "rejected", "not_tried"]
     #: Why they were rejected or not tried.
     login_detail: str
@@ -264,7 +266,7 @@ class ListedInstrument(Struct, frozen=True, kw_only=True):
     """An instrument, as its broker listed it last. Prices are in the currency of its market."""
 
     broker: str
-    #: What orders name it by.
+    #: The name by which orders call it.
     code: str
     name: str
     #: As `broker_type` of the accounts that trade it.
@@ -329,7 +331,7 @@ class AccountBalance(Struct, frozen=True, kw_only=True):
     taken_at: AwareTime
     currency: str
     cash: Decimal
-    #: What is left for new orders.
+    #: The money that is left for new orders.
     available: Decimal
 
 
@@ -341,7 +343,7 @@ class MarkSnapshot(Struct, frozen=True, kw_only=True):
 
 
 class LifecycleSnapshot(Struct, frozen=True, kw_only=True):
-    """What the user's workflow says."""
+    """The answer of the user's workflow."""
 
     state: str
     since: AwareTime
@@ -352,7 +354,7 @@ class LifecycleSnapshot(Struct, frozen=True, kw_only=True):
     reason: str
     next_step: str
     deadline: AwareTime | None
-    #: What is last known of the broker connections: `well`, or `degraded: …`.
+    #: The last known state of the broker connections: `well`, or `degraded: …`.
     health: str
     health_at: AwareTime | None
     #: Within the window that backoff and parking count.
@@ -390,7 +392,7 @@ class StartedWorker(Struct, frozen=True, kw_only=True):
 
 
 class StateTransition(Struct, frozen=True, kw_only=True):
-    """One change of a worker's state."""
+    """Describes a change of a worker's state."""
 
     #: Grows with each change of this user's worker.
     id: int

@@ -18,7 +18,7 @@ from pathlib import Path
 FOLDER = Path(".secrets")
 #: Settings of compose, relative to the repository.
 ENVIRONMENT = Path(".env")
-#: What `compose.yaml` mounts next to the secrets.
+#: The folder of what `compose.yaml` mounts next to the secrets.
 MOUNTED = Path(__file__).parent
 #: Files that an installation of 0.1.0 has not: they are added to it.
 ADDED = {"berth_owner_password", "berth_database_owner_url"}

@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
 from infra.vault import key_file
 from infra.vault.jwt import expiry_of
 
-#: What `admin` may do; everything in every namespace.
+#: The permissions of `admin`: everything in every namespace.
 SYSTEM_ADMIN = ("temporal-system:admin",)
 _COORDINATE_BYTES = 32
 #: Seconds a JWT counts: what somebody copied is of no use for ever. Half a year, because only a

@@ -63,7 +63,7 @@ class LiveAccountRefused(BerthError, code="LIVE_ACCOUNT_REFUSED", status=403):
 
 
 class LoginState(StrEnum):
-    """How the login of an account stands."""
+    """Says how the login of an account stands."""
 
     IDLE = "idle"  # no worker runs, or it has not reported this account yet
     CONNECTED = "connected"

@@ -26,7 +26,7 @@ REVOKED_CHANNEL = "berth_api_keys"
 #: one small write a key and minute.
 USE_NOTE_INTERVAL = timedelta(minutes=1)
 
-#: For which a key is valid if its maker says nothing else.
+#: The time for which a key is valid if its maker says nothing else.
 KEY_LIFETIME = timedelta(days=90)
 #: Label and life of the key with which the first administrator's is made
 #: (`infra/vault/keyring.py`).

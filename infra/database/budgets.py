@@ -42,7 +42,7 @@ class SharedBudget(NamedTuple):
 
 @dataclass(frozen=True)
 class BudgetFacts:
-    """What the database says about the budgets of one assignment."""
+    """Holds what the database says about the budgets of one assignment."""
 
     shared: Sequence[SharedBudget] = ()
     #: The user's worker before was claimed by 0.1.0 and may have calls in windows that still count.

@@ -22,7 +22,7 @@ _MAX_READING_DIFFERENCE = timedelta(days=1)
 
 @dataclass(frozen=True, kw_only=True)
 class CertificateWarning:
-    """One warning to one user. `days` is of `WARNING_DAYS`."""
+    """A warning to one user. `days` is of `WARNING_DAYS`."""
 
     user_id: str
     account_id: str

@@ -55,8 +55,8 @@ _VALUE_FAULT_CLASSES = ("21", "22", "23", "44", "54", "P0")
 #: connection, a read-only server, a missing right or table, a lack of resources, a server that
 #: stops or has a bad disk.
 _SERVER_FAULT_CLASSES = ("08", "0A", "25", "28", "3D", "3F", "42", "53", "55", "57", "58", "F0")
-#: How often a batch is tried on a fault of neither kind, such as a deadlock or an internal error.
-#: Loops try once a second.
+#: The number of times that a batch is tried on a fault of neither kind, such as a deadlock or an
+#: internal error. Loops try once a second.
 MAX_TRIES = 30
 
 log = structlog.get_logger()
@@ -139,7 +139,8 @@ class DeadLetter:
     #: Id of the workflow, order, or job (also of an alert); a repeat has the same. Empty: the
     #: message.
     subject: str = ""
-    #: Who shares one part of the list, such as the user and epoch whose key signed a message.
+    #: The party that shares one part of the list, such as the user and epoch whose key signed a
+    #: message.
     source: str = ""
     user_id: str = ""
     reason: str = ""

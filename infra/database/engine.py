@@ -37,7 +37,7 @@ IDLE_IN_TRANSACTION_TIMEOUT_S = 20
 #: Seconds after which a failed read is not repeated: a connection that died silently is found
 #: within one.
 REPEAT_READ_WITHIN_S = 1.9
-#: How asyncpg connects. Seconds.
+#: The options with which asyncpg connects. Seconds.
 _CONNECT: dict[str, Any] = {
     "timeout": 5.0,  # a connect takes about 10 ms, but a busy host can stand still for 2 to 3 s
     "server_settings": {
@@ -309,7 +309,7 @@ class SingleRow(asyncpg.Record):
 
 
 class SingleStatement:
-    """One statement compiled for asyncpg, for `Database.row`."""
+    """A statement compiled for asyncpg, for `Database.row`."""
 
     def __init__(self, statement: ClauseElement) -> None:
         compiled = statement.compile(dialect=asyncpg_dialect())  # type: ignore[no-untyped-call]

@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from infra.database import audit
 from infra.database.models import EntityFinding
 
-#: Who rebuilds, in the audit trail.
+#: The actor of rebuilds in the audit trail.
 ACTOR = "orchestrator"
 #: Minutes for which what was rebuilt is shown, and its alert lasts.
 SHOWN_MINUTES = 60
@@ -37,7 +37,7 @@ class Finding:
     kind: str
     state: FindingState
     reason: str
-    #: What the audit trail calls it.
+    #: The subject in the audit trail.
     subject: str
 
 

@@ -37,7 +37,7 @@ class KeptJob(Base):
     job_id: Mapped[str] = mapped_column(String(128), primary_key=True)
     #: The job, encrypted; empty once nobody needs it any more.
     sealed: Mapped[bytes]
-    #: Of the request that chose the id; a repeat has the same.
+    #: The digest of the request that chose the id; a repeat has the same.
     digest: Mapped[str] = mapped_column(String(64))
     created_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
     #: When it is compared with Valkey; null: it has ended.
@@ -49,7 +49,7 @@ class KeptJob(Base):
     #: `done`, `failed` or `cancelled`; null: it has not ended. A failed one may be opened again.
     outcome: Mapped[str | None] = mapped_column(String(16))
     ended_at: Mapped[datetime | None]
-    #: Of an application's job: its type, and the version that validated the arguments.
+    #: The type of an application's job, and the version that validated the arguments.
     type: Mapped[str | None] = mapped_column(String(160))
     type_version: Mapped[int | None]
 

@@ -47,7 +47,7 @@ select pid, state, state_change from pg_stat_activity
 #: The state of a server process that does nothing or is gone.
 _IDLE = "idle"
 
-#: Of our own: programs that test by random examples watch the state of the common one.
+#: A generator of our own: programs that test by random examples watch the state of the common one.
 _ages = random.Random()  # noqa: S311 - no secret
 
 log = structlog.get_logger()

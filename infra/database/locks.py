@@ -90,7 +90,7 @@ async def try_lock(connection: AsyncConnection, lock: int) -> bool:
     return bool(await connection.scalar(_TRY, {"lock": lock}))
 
 
-#: What a leader does, and what a process on standby does; both with the connection of the lock.
+#: The work of a leader, or of a process on standby; both get the connection of the lock.
 ConnectionWork = Callable[[AsyncConnection], Awaitable[None]]
 
 

@@ -82,7 +82,8 @@ def without_transaction() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class LockAttempts:
-    """How often a migration tries to get the locks of its statements, and how long it waits."""
+    """Says how often a migration tries to get the locks of its statements, and how long it
+    waits."""
 
     timeout_s: float = LOCK_TIMEOUT_S
     pause_s: float = 3.0
@@ -117,8 +118,8 @@ async def migrate(
             return before, await holder.run_sync(_revision_of)
 
 
-#: What the role of the services may do to tables that it does not own: no change of the schema, of
-#: a trigger or of what was migrated.
+#: The rights of the services' role to tables that it does not own: no change of the schema, of a
+#: trigger or of what was migrated.
 _GRANTS = (
     "grant usage on schema public to {0}",
     "grant select, insert, update, delete on all tables in schema public to {0}",

@@ -106,8 +106,8 @@ class ApiKey(Base):
     #: `user`, `operator` or `admin`; with `SCOPED` in front of it for a key with scopes.
     role_word: Mapped[str] = mapped_column("role", String(16))
     user_id: Mapped[str | None] = mapped_column(ForeignKey("users.id"))
-    #: What a key with scopes may do; empty for a key of before,
-    #: which may do all that its role may do.
+    #: The scopes of a key that has scopes; empty for a key of before, which may do all that its
+    #: role may do.
     scope_words: Mapped[list[str]] = mapped_column("scopes", ARRAY(String(32)), server_default="{}")
     #: Addresses or networks that may use it; empty means all.
     sources: Mapped[list[str]] = mapped_column(ARRAY(String(64)), server_default="{}")
@@ -116,7 +116,7 @@ class ApiKey(Base):
     life_s: Mapped[int | None] = mapped_column(BigInteger)
     #: The API key that made it; null for those of before, and for those of the command line.
     made_by: Mapped[uuid.UUID | None]
-    #: What it is for, in the words of whoever made it.
+    #: The purpose of the key, in the words of whoever made it.
     label: Mapped[str] = mapped_column(String(128), server_default="")
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
     last_used_at: Mapped[datetime | None]
@@ -132,12 +132,13 @@ class ApiKey(Base):
 
     @property
     def scopes(self) -> list[str] | None:
-        """What it may do; None: all that its role may do, as keys of before."""
+        """Returns what the key may do; None: all that its role may do, as keys of before."""
         return self.scope_words if self.role_word.startswith(SCOPED) else None
 
 
 class DailyActs(Base):
-    """How many audited acts a user has asked for on a day of the home markets (`quotas.py`)."""
+    """Counts the audited acts that a user has asked for on a day of the home markets
+    (`quotas.py`)."""
 
     __tablename__ = "daily_acts"
 
@@ -186,13 +187,14 @@ class BrokerAccount(Base):
     #: The broker's own id of the account; '': the same as ours.
     number: Mapped[str] = mapped_column(String(64), server_default="")
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
-    #: Of the newest report by a worker's session: an earlier one that comes again changes nothing.
+    #: The epoch of the newest report by a worker's session: an earlier one that comes again changes
+    #: nothing.
     reported_epoch: Mapped[int] = mapped_column(BigInteger, server_default="0")
     #: Unix milliseconds, by the clock of that worker's host.
     reported_ms: Mapped[int] = mapped_column(BigInteger, server_default="0")
-    #: How the login stands by the newest report: the code of what is wrong ('': there is a
-    #: session), in words, and the worker's epoch and Unix milliseconds. It says nothing once that
-    #: worker has ended.
+    #: The login's state by the newest report: the code of what is wrong ('': there is a session),
+    #: in words, and the worker's epoch and Unix milliseconds. It says nothing once that worker has
+    #: ended.
     login_code: Mapped[str] = mapped_column(String(64), server_default="")
     login_detail: Mapped[str] = mapped_column(server_default="")
     login_epoch: Mapped[int] = mapped_column(BigInteger, server_default="0")
@@ -293,7 +295,7 @@ class Order(Base):
     price_type: Mapped[str] = mapped_column(String(8))
     price: Mapped[Decimal | None]
     time_in_force: Mapped[str] = mapped_column(String(8))
-    #: Of an odd lot, quantities are shares.
+    #: The kind of lot. Quantities of an odd lot are shares.
     lot: Mapped[str] = mapped_column(String(16), server_default="common")
     condition: Mapped[str] = mapped_column(String(16), server_default="cash")
     open_close: Mapped[str] = mapped_column(String(16), server_default="auto")
@@ -308,7 +310,7 @@ class Order(Base):
     average_price: Mapped[Decimal | None]
     #: Valkey's generation when the order was accepted.
     generation: Mapped[str] = mapped_column(String(64))
-    #: Of the first worker that can have got it: no former one answers for it.
+    #: The epoch of the first worker that can have got it: no former one answers for it.
     first_epoch: Mapped[int] = mapped_column(BigInteger, server_default="0")
     deadline_at: Mapped[datetime]
     created_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
@@ -342,7 +344,8 @@ class OrderTag(Base):
     account_id: Mapped[str] = mapped_column(String(64), primary_key=True)
     trading_day: Mapped[date] = mapped_column(Date, primary_key=True)
     last: Mapped[int] = mapped_column(BigInteger)
-    #: How many were used: at least as many as there are orders. 0.1.0 does not count here.
+    #: The number of tags that were used: at least as many as there are orders. 0.1.0 does not count
+    #: here.
     used: Mapped[int] = mapped_column(BigInteger, server_default=text("0"))
 
 
@@ -360,7 +363,7 @@ class OrderEventRow(Base):
 
 
 class WorkerSession(Base):
-    """One assignment of a worker to a user, and the source of its epoch."""
+    """An assignment of a worker to a user, and the source of its epoch."""
 
     __tablename__ = "worker_sessions"
     __table_args__ = (
@@ -440,7 +443,7 @@ class WorkerLaunch(Base):
 
 
 class WorkerTransition(Base):
-    """One change of state of a user's worker, as its workflow recorded it.
+    """A change of state of a user's worker, as its workflow recorded it.
 
     It has no foreign key on the user:
     the workflow of a user who does not exist has a timeline, too.
@@ -482,8 +485,8 @@ class WorkerScript(Base):
 
 
 class PoolRow(Base):
-    """What operators have set for a pool.
-    Its workflow writes it, and reads it when it was started anew."""
+    """The settings that operators have made for a pool. Its workflow writes them, and reads them
+    when it was started anew."""
 
     __tablename__ = "pools"
 

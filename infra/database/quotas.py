@@ -17,8 +17,8 @@ from worker_runtime.protocol.errors import BerthError
 #: Acts of a user in a day of the home zone. A program that stores credentials and makes a
 #: statement every hour for each of 32 accounts (`MAX_ACCOUNTS`) asks for 1,536.
 MAX_DAILY_ACTS = 2_000
-#: What only ends or reduces something (a pause, a halt, a revocation) is taken beyond that, up to
-#: this.
+#: Acts that only end or reduce something (a pause, a halt, a revocation) are taken beyond that, up
+#: to this number.
 MAX_DAILY_ENDS = 10_000
 
 

@@ -1,4 +1,4 @@
-"""How long rows are kept: for each table that grows a setting, and what deletes what is older.
+"""Deletes old rows: for each table that grows, a setting says how long its rows are kept.
 
 Tables that are not here hold what is there (a user, an account, a switch), and a row goes with it.
 Docs and a test list all tables: docs/reference/retention.md.

@@ -1,4 +1,4 @@
-"""One-time tasks of the primary, such as backfills, and who the primary is.
+"""Runs one-time tasks of the primary, such as backfills, and tells who the primary is.
 
 A task is a chain of steps. Each step is one transaction, which also stores how far the task has
 come: what a process did before it died is either done and noted, or neither. The task's row is
@@ -18,8 +18,8 @@ from infra.database.models import Base
 
 #: The advisory lock that the primary among the API processes holds; any constant would do.
 PRIMARY_LOCK_ID = 0x7072696D
-#: How the connection that holds the lock is named: `_NAME <Unix seconds> <host>:<pid>`, at most 63
-#: bytes.
+#: The beginning of the name of the connection that holds the lock:
+#: `_NAME <Unix seconds> <host>:<pid>`, at most 63 bytes.
 _NAME = "berth-primary"
 
 #: Does one part of a task; gets what the part before returned (at first an empty dict), None ends
@@ -37,7 +37,7 @@ class StartupTaskRow(Base):
     __tablename__ = "startup_tasks"
 
     name: Mapped[str] = mapped_column(String(64), primary_key=True)
-    #: What the last step returned.
+    #: The value that the last step returned.
     progress: Mapped[dict[str, Any]] = mapped_column(server_default=text("'{}'"))
     steps: Mapped[int] = mapped_column(server_default="0")
     began_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())

@@ -29,18 +29,18 @@ from infra.vault.jwt import expiry_of
 MAX_CLOCK_OFFSET_S = 1.0
 #: Bytes. `berth up` does not start with less than half of it.
 MIN_DISK_FREE_BYTES = 1024**3
-#: Of the places for files on a disk.
+#: The free share of the places for files on a disk.
 MIN_INODES_FREE_RATIO = 0.01
-#: Of a limit on open files or connections.
+#: The used share of a limit on open files or connections.
 MAX_LIMIT_USED_RATIO = 0.8
-#: Of Valkey's memory: beyond it new orders are refused.
+#: The used share of Valkey's memory: beyond it new orders are refused.
 MAX_MEMORY_USED_RATIO = REFUSED_ABOVE_PERMILLE / 1000
 #: Linux's default for a process. PostgreSQL, Valkey and the API need a file for each connection.
 MIN_OPEN_FILES = 1024
 #: The holidays of a year are published about three months before it.
 CALENDAR_WARNING_S = 60 * 86_400
 CERTIFICATE_WARNING_S = 14 * 86_400
-#: How often a clock is read; the quickest answer counts.
+#: The number of times that a clock is read; the quickest answer counts.
 _CLOCK_READS = 3
 
 _DATABASE_CLOCK = text("select extract(epoch from clock_timestamp())::float8")
@@ -52,9 +52,9 @@ _DATABASE_CONNECTIONS = text(
 
 @dataclass(frozen=True)
 class ValkeyState:
-    """What Valkey says of itself (INFO)."""
+    """Holds what Valkey says of itself (INFO)."""
 
-    #: What it does when its memory is full.
+    #: The policy for a full memory.
     policy: str
     appends: bool
     #: Which of its ways to save failed last time.

@@ -26,7 +26,7 @@ CHECK_TIMEOUT_S = 5.0
 _REFUSED_LOGIN_CLASSES = ("28", "3D", "42")
 
 
-#: What to do where a pooler answers.
+#: The advice where a pooler answers.
 USE_POOLER = (
     "add pooler=transaction to the query of BERTH_DATABASE_URL, and give PostgreSQL's own address "
     "in BERTH_DATABASE_DIRECT_URL (docs/how-to/pgbouncer.md)"
@@ -48,7 +48,7 @@ class Check(NamedTuple):
     settings: str
     #: It may return what is good to know though nothing is wrong.
     run: Callable[[Settings], Awaitable[str | None]]
-    #: What it finds has to be known, and is nothing that is wrong.
+    #: True if what it finds has to be known, and is nothing that is wrong.
     is_notice: bool = False
 
 
@@ -58,7 +58,7 @@ class CheckResult(NamedTuple):
     check: Check
     problem: str
     wrong: bool
-    #: What is good to know though nothing is wrong.
+    #: A text that is good to know though nothing is wrong.
     note: str = ""
 
 

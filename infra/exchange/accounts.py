@@ -20,7 +20,7 @@ _log = structlog.get_logger()
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeAccount:
-    """One account; only a hash of its keys is stored."""
+    """An account; only a hash of its keys is stored."""
 
     key_hash: bytes
     person_id: str

@@ -1,5 +1,5 @@
-"""How the exchange treats an account: its behaviour,
-its ordered faults and its plan of random faults.
+"""Defines how the exchange treats an account: its behaviour, its ordered faults and its plan of
+random faults.
 
 A fault is one `FaultPoint` and one `fault_hits(…)` at the place in `exchange.py`, `sessions.py` or
 `connection.py` where it happens. Faults combine: with `lost_ack` and `lost_event` a client hears
@@ -114,17 +114,17 @@ class Behaviour(BaseModel):
     #: Lots of one symbol that may be bought on margin, and sold short; None: any number.
     margin_quota: int | None = Field(default=None, ge=0)
     short_quota: int | None = Field(default=None, ge=0)
-    #: Whether cash sales of more than is held are refused,
-    #: as they are without an agreement on day trading.
+    #: True if cash sales of more than is held are refused, as they are without an agreement on day
+    #: trading.
     sells_held_only: bool = False
-    #: Whether orders are refused outside of the hours of their market and lot.
+    #: True if orders are refused outside of the hours of their market and lot.
     keeps_hours: bool = False
-    #: Whether orders in symbols that are not listed today, off the tick or beyond the day's limits
+    #: True if orders in symbols that are not listed today, off the tick or beyond the day's limits
     #: are refused, as TWSE and TAIFEX do.
     keeps_price_rules: bool = False
     #: Life of new sessions; None: as the exchange's limits say.
     session_life_ms: int | None = Field(default=None, ge=1)
-    #: How many more times each fault hits; -1: until it is removed.
+    #: The number of times that each fault still hits; -1: until it is removed.
     faults: dict[FaultPoint, int] = Field(default_factory=dict)
 
     def without_one_rejection(self) -> Behaviour:
@@ -176,7 +176,7 @@ class FaultSchedule:
             name: _StoredFaultPlan.model_validate_json(value) for name, value in kept.items()
         }
         self._visits: dict[tuple[str, FaultPoint], int] = {}
-        #: Whether any plan has rates.
+        #: True if any plan has rates.
         self.active = any(kept.plan.rates for kept in self._plans.values())
 
     def set(self, scope: str, plan: FaultPlan) -> None:

@@ -23,7 +23,7 @@ class ExchangeMaintenance(BaseModel):
 
     begin_ms: int = Field(ge=0)
     end_ms: int = Field(ge=0)
-    #: Whether all sessions end when it begins.
+    #: True if all sessions end when it begins.
     ends_sessions: bool = True
 
 

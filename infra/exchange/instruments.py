@@ -1,4 +1,5 @@
-"""What the exchange lists on a day: shares, funds, warrants, futures and options with their terms.
+"""Lists what the exchange trades on a day: shares, funds, warrants, futures and options with their
+terms.
 
 The data file has products; their series follow by rule, so that the same day and seed give the same
 list. Codes are those of TWSE and TAIFEX: the month of a contract is a letter (`A` to `L`, puts `M`
@@ -34,7 +35,7 @@ from worker_runtime.protocol.instruments import (
 
 _DATA = Path(__file__).with_name("instruments.toml")
 _SETTING = "instruments"
-#: How far limit-up and limit-down are from the reference price (TWSE, TAIFEX).
+#: The share by which limit-up and limit-down differ from the reference price (TWSE, TAIFEX).
 _DAILY_LIMIT_SHARE = Decimal("0.1")
 _SHARES_PER_LOT = 1000
 _MONTHS = "ABCDEFGHIJKL"
@@ -65,7 +66,7 @@ class InstrumentChange(BaseModel):
 
 
 class InstrumentSettings(BaseModel):
-    """What an admin call changes of the list."""
+    """The changes that an admin call makes to the list."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

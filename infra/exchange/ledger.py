@@ -105,8 +105,8 @@ class _LedgerTransaction:
 
 
 class ExchangeLedger:
-    """One open ledger file. Each method commits before it returns,
-    unless it runs inside `transaction`."""
+    """An open ledger file. Each method commits before it returns, unless it runs inside
+    `transaction`."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -134,7 +134,7 @@ class ExchangeLedger:
         self._next_order = self._count("orders")
         self._next_session = self._count("sessions")
         self._next_fill = int(self._db.execute("SELECT count(*) FROM fills").fetchone()[0])
-        #: How often this ledger was opened, this time included.
+        #: The number of times that this ledger was opened, this time included.
         self.start = int(self.setting(_START) or 0) + 1
         self.save_setting(_START, str(self.start))
 

@@ -60,7 +60,7 @@ class OrderTerms(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MatchResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What happens to the open rest of an order now. `quantity` is the filled lots."""
+    """Says what happens to the open rest of an order now. `quantity` is the filled lots."""
 
     state: OrderState
     quantity: int = 0

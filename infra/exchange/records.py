@@ -59,7 +59,7 @@ class LedgerFill(LedgerRecord):
 
 
 class LedgerOrder(LedgerRecord):
-    """One order that the exchange took: exactly one for each `place` that reached it."""
+    """An order that the exchange took: exactly one for each `place` that reached it."""
 
     broker_order_id: str
     account: str

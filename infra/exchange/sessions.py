@@ -98,7 +98,7 @@ _log = structlog.get_logger()
 
 
 class SessionListener(Protocol):
-    """One logged-in connection."""
+    """A logged-in connection."""
 
     def deliver(self, event: ExchangeOrderChanged) -> None: ...
 

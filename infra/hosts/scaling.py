@@ -19,7 +19,7 @@ WORKERS_PER_HOST = 30
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """One host as the platform shows it."""
+    """A host as the platform shows it."""
 
     host_id: str
     #: Workers that run on it.
@@ -32,7 +32,7 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class HostPlan:
-    """How many hosts are wanted, and why. Draining hosts do not count as wanted or ready."""
+    """Says how many hosts are wanted, and why. Draining hosts do not count as wanted or ready."""
 
     #: Workers that run or should run.
     workers: int

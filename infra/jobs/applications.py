@@ -52,7 +52,7 @@ class JobApplication(Base):
     __tablename__ = "job_applications"
 
     name: Mapped[str] = mapped_column(String(32), primary_key=True)
-    #: Of its key; only grows.
+    #: The generation of its key; only grows.
     generation: Mapped[int] = mapped_column(server_default=text("1"))
     #: The one before, while it counts, too.
     former_generation: Mapped[int | None]

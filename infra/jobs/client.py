@@ -49,7 +49,8 @@ class JobIdReused(BerthError, code="JOB_ID_REUSED", status=409):
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """One job. `state` is one of `OPEN_STATES` or how it ended; times are Unix milliseconds."""
+    """Describes a job. `state` is one of `OPEN_STATES` or how it ended; times are Unix
+    milliseconds."""
 
     job_id: str
     state: str
@@ -61,9 +62,9 @@ class JobState:
     #: When it may run; None unless it is delayed.
     due_at_ms: int | None = None
     started_at_ms: int | None = None
-    #: What the job last reported, as JSON.
+    #: The progress that the job last reported, as JSON.
     progress: Any = None
-    #: How it ended; of a job that waits for another attempt, how the last one ended.
+    #: The end of the job; of a job that waits for another attempt, the end of the last one.
     result: JobResult | None = None
 
     @property
@@ -72,8 +73,8 @@ class JobState:
 
 
 class EnqueueReply(NamedTuple):
-    """What became of a job: `queued`; `seen`: it was enqueued before; `duplicate`: another job has
-    its unique key, and `job_id` names that one."""
+    """Says what became of a job: `queued`; `seen`: it was enqueued before; `duplicate`: another job
+    has its unique key, and `job_id` names that one."""
 
     status: str
     job_id: str

@@ -20,8 +20,8 @@ from worker_runtime.jobs.protocol.telemetry import CounterKind
 
 #: Jobs of a subqueue whose priority and age are read: 1,000 take Valkey a few ms.
 MAX_JOBS_SCANNED = 1000
-#: What a user's worker may have counted in a minute,
-#: and how many series there are of all users together.
+#: Limits of what a user's worker may have counted in a minute, and of the number of series of all
+#: users together.
 _FIELD, _NUMBER = re.compile(rb"[a-z]+(\|[\w.-]{0,64}){0,3}"), re.compile(rb"[0-9]{1,12}")
 MAX_FIELDS, MAX_SERIES = 200, 2000
 #: Users whose counts are collected in one round trip.

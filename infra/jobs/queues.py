@@ -17,7 +17,7 @@ from worker_runtime.jobs.protocol import keys as job_keys
 
 @dataclass(frozen=True, kw_only=True)
 class QueueSummary:
-    """One queue."""
+    """Describes a queue."""
 
     queue: str
     weight: float = 1.0

@@ -65,7 +65,7 @@ class ArgumentsInvalid(BerthError, code="JOB_ARGUMENTS_INVALID", status=422):
 
 
 class JobTypeRow(Base):
-    """One version of a job type, as a runner last announced it."""
+    """A version of a job type, as a runner last announced it."""
 
     __tablename__ = "job_types"
     __table_args__ = (Index("job_types_by_application", "application"),)
@@ -86,7 +86,7 @@ class JobTypeRow(Base):
 
 @dataclass(frozen=True, eq=False)
 class TypeVersion:
-    """One version of a type, ready to validate arguments."""
+    """A version of a type, ready to validate arguments."""
 
     kind: ManifestType
     package: str

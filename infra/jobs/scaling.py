@@ -1,5 +1,5 @@
-"""How many runners a fleet needs, by how long its jobs wait;
-and a fleet that keeps so many on this host."""
+"""Decides how many runners a fleet needs, by how long its jobs wait, and keeps that many on this
+host."""
 
 import math
 import os

@@ -42,7 +42,7 @@ class QueueSnapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class RunnerSnapshot:
-    """One registered runner. Times are Unix milliseconds."""
+    """Describes a registered runner. Times are Unix milliseconds."""
 
     runner: str
     name: str
@@ -59,7 +59,7 @@ class RunnerSnapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class JobSnapshot:
-    """One job that runs or has failed. Times are Unix milliseconds."""
+    """Describes a job that runs or has failed. Times are Unix milliseconds."""
 
     job_id: str
     name: str
@@ -89,8 +89,8 @@ class QueueOverview:
 
 
 class JobInspector:
-    """One tag's queues. Use it as a context manager.
-    Every call raises `RedisError` when Valkey is down."""
+    """Reads one tag's queues. Use it as a context manager. Every call raises `RedisError` when
+    Valkey is down."""
 
     def __init__(self, url: str, tag: str = job_keys.FLEET_TAG) -> None:
         self._client: Any = Redis.from_url(

@@ -41,8 +41,8 @@ class CpuMeter:
 
 
 class StolenTime:
-    """What a virtual machine's host gave to others, from now on: without it two runs cannot be
-    compared."""
+    """Measures the time that a virtual machine's host gives to others, from now on: without it two
+    runs cannot be compared."""
 
     def __init__(self, read_times: Callable[[], Any] = psutil.cpu_times) -> None:
         self._read_times = read_times

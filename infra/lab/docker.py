@@ -79,7 +79,7 @@ class DockerDaemon(Server):
 
     @property
     def host(self) -> str:
-        """What DOCKER_HOST takes."""
+        """Returns the address as DOCKER_HOST takes it."""
         return f"unix://{self.socket}"
 
     def ports(self) -> list[tuple[int, str]]:

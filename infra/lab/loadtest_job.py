@@ -35,7 +35,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 class LoadtestArguments(msgspec.Struct, frozen=True, kw_only=True):
-    """What one job does. By default it returns at once."""
+    """Says what a job does. By default it returns at once."""
 
     #: Seconds of CPU time that it uses.
     busy: float = 0.0

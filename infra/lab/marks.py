@@ -37,7 +37,7 @@ class PolledMark:
 
 
 class MarkPoller:
-    """One connection. Not for several threads at once."""
+    """Polls marks over one connection. Not for several threads at once."""
 
     def __init__(self, url: str) -> None:
         self._client: Any = Redis.from_url(

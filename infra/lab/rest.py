@@ -25,13 +25,13 @@ class RequestFailed(BerthError, code="REQUEST_FAILED"):
 
 
 class _ResponseReader:
-    """One answer, taken in as it comes."""
+    """Takes in an answer as it comes."""
 
     def __init__(self) -> None:
         self._parser = httptools.HttpResponseParser(self)
         self._body: list[bytes] = []
         self.complete = False
-        #: Whether the connection may be used again.
+        #: True if the connection may be used again.
         self.stays = False
 
     def feed(self, data: bytes) -> None:
@@ -57,7 +57,7 @@ class _ResponseReader:
 
 
 class RestConnection:
-    """One connection to the API with one key, made when it is needed. Not for several threads at
+    """A connection to the API with one key, made when it is needed. Not for several threads at
     once."""
 
     def __init__(self, url: str, api_key: str, timeout: float = 60.0) -> None:

@@ -30,7 +30,7 @@ from worker_runtime.protocol.errors import BerthError
 
 ROOT = Path(__file__).parents[2]
 _RUNTIME = ROOT / "worker_runtime"
-#: What the base has in addition to Debian's required packages.
+#: The packages that the base has in addition to Debian's required ones.
 PACKAGES = ("python3", "python3-venv", "ca-certificates")
 #: Not needed in an image, and two thirds of its size.
 _DROPPED = (
@@ -42,7 +42,7 @@ _DROPPED = (
 )
 #: Whose failure is the build's; that of the others is a lack of packages.
 _OURS = ("docker", "tar")
-#: Of the container's root folder, which the worker's user has to enter.
+#: The mode of the container's root folder, which the worker's user has to enter.
 _ROOT_MODE = "755"
 #: Seconds of one step. On 2 idle cores debootstrap takes 50, a build without the SDK 10.
 _STEP_TIMEOUT_S = 200.0

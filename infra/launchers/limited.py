@@ -33,7 +33,7 @@ log = structlog.get_logger()
 
 
 class LaunchRate(Protocol):
-    """How fast workers may be launched."""
+    """Says how fast workers may be launched."""
 
     async def take(self) -> float:
         """Counts a launch and returns 0.0, or returns the seconds after which to ask again."""

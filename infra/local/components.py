@@ -190,8 +190,8 @@ class OrchestratorComponent(ChildComponent):
 
 
 class JobFleetComponent(ChildComponent):
-    """One fleet of the jobs' runners.
-    With `valkey_users` it gets no login to Valkey: it derives its own."""
+    """A fleet of the jobs' runners. With `valkey_users` it gets no login to Valkey: it derives its
+    own."""
 
     name = "jobs"
     module = "infra.jobs.fleet"
@@ -201,7 +201,7 @@ class JobFleetComponent(ChildComponent):
     def __init__(self, directory: Path, settings: Settings) -> None:
         if settings.jobs_runner in settings.jobs_tiers:
             self.name = f"jobs-{settings.jobs_runner}"
-        #: Of this process, which looks for the fleet's runners.
+        #: The URL of this process, which looks for the fleet's runners.
         self._own_valkey_url = settings.valkey_url
         if settings.valkey_users:
             settings = settings.model_copy(

@@ -34,7 +34,7 @@ class FolderBusy(FolderUnusable, code="FOLDER_BUSY"):
 
 @dataclass(frozen=True)
 class Passwords:
-    """Of the servers of one data folder."""
+    """The passwords of the servers of one data folder."""
 
     postgres: str
     valkey: str
@@ -53,7 +53,8 @@ def _private(path: str, flags: int) -> int:
 
 
 class DataFolder:
-    """One process at a time opens it: the kernel drops the lock with its holder.
+    """The data folder. One process at a time opens it: the kernel drops the lock with its
+    holder.
 
     No other account reads anything in it. Under root others may pass through it: PostgreSQL and the
     workers run as users of their own.

@@ -53,7 +53,7 @@ _turns = itertools.count()
 _spawner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="berth-spawner")
 
 
-#: What the lines of servers and of Python that report an error have.
+#: Finds the lines of servers and of Python that report an error.
 _ERROR = re.compile(
     r"\b(FATAL|PANIC|ERROR|[Ee]rror|[A-Z]\w+(Error|Exception)|panic|cannot|refused|denied)\b"
 )
@@ -155,12 +155,12 @@ def inherited_environment() -> dict[str, str]:
 
 
 class Server:
-    """One server process. `start()` returns when it answers."""
+    """A server process. `start()` returns when it answers."""
 
     name = "server"
-    #: Whether its children live on when it ends (the node's workers do).
+    #: True if its children live on when it ends (the node's workers do).
     keeps_children = False
-    #: Whether it listens on a TCP port.
+    #: True if it listens on a TCP port.
     has_port = True
 
     def __init__(

@@ -62,13 +62,13 @@ def send_signal(pids: Iterable[int], how: signal.Signals) -> None:
 
 @dataclass(frozen=True)
 class ProcessRecord:
-    """One process that leads its own session."""
+    """A process that leads its own session."""
 
     name: str
     pid: int
     started: int
     boot: str
-    #: Whether its children outlive it on purpose, as the node's workers do.
+    #: True if its children outlive it on purpose, as the node's workers do.
     keeps_children: bool = False
 
     @classmethod

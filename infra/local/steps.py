@@ -22,7 +22,7 @@ class StepStatus(StrEnum):
 
 @dataclass(frozen=True)
 class StepProgress:
-    """One change of one step. `seconds`: how long a done or failed step took."""
+    """A change of a step. `seconds`: how long a done or failed step took."""
 
     step: str
     status: StepStatus

@@ -1,5 +1,5 @@
-"""How a symbol trades: from the broker's instruments where a table was loaded, from an operator's
-list, or from the form of its code, as the broker's record says."""
+"""Tells how a symbol trades: from the broker's instruments where a table was loaded, from an
+operator's list, or from the form of its code, as the broker's record says."""
 
 import csv
 from collections.abc import Collection, Mapping, Sequence
@@ -21,7 +21,7 @@ class InstrumentsUnreadable(BerthError, code="INSTRUMENTS_UNREADABLE"):
 
 @dataclass(frozen=True, kw_only=True)
 class SymbolTerms:
-    """What is known of a symbol. What nobody knows is None or empty, and is not checked."""
+    """Holds what is known of a symbol. What nobody knows is None or empty, and is not checked."""
 
     #: Value of one common lot at a price of 1, in the market's currency.
     lot_value: Decimal | None

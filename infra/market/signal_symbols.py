@@ -39,7 +39,7 @@ class DatedMarket(NamedTuple):
     rule: MarketRule
     codes: ContractCodes
     settlement: FinalSettlement
-    #: What charts write: the product with `1!` or `2!`, and with a month and a year.
+    #: Patterns of what charts write: the product with `1!` or `2!`, and with a month and a year.
     continuous: re.Pattern[str]
     dated: re.Pattern[str]
 
@@ -129,7 +129,7 @@ class ContinuousFuture(NamedTuple):
 
     market: DatedMarket
     product: str
-    #: How many contracts of the product end before it.
+    #: The number of contracts of the product that end before it.
     later: int
 
     def find_contract(self, calendar: Calendar, at: datetime, listed: Mapping[str, date]) -> str:

@@ -20,7 +20,7 @@ from infra.node.worker import clean_environment
 from infra.worker_task import LaunchFailed
 from worker_runtime.protocol.errors import BerthError
 
-#: What a worker must be able to do: import its code, and use its own folder.
+#: Does what a worker must be able to do: imports its code, and uses its own folder.
 _TRIAL = "import os, worker_runtime.protocol.launch; os.listdir(os.environ['HOME'])"
 #: Seconds; it takes 0.1.
 _TRIAL_TIMEOUT_S = 30.0

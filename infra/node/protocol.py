@@ -98,7 +98,7 @@ class TaskLaunched(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", 
 
 
 class TasksStopped(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="stopped"):
-    #: How many workers this request has stopped; 0 for an unknown task.
+    #: The number of workers that this request has stopped; 0 for an unknown task.
     count: int
 
 

@@ -45,7 +45,7 @@ _TABLES = (
 
 @dataclass(frozen=True, kw_only=True)
 class NodeEntry:
-    """One worker in the register."""
+    """A worker in the register."""
 
     task_id: str
     token: str

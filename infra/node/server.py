@@ -32,7 +32,8 @@ _WRITE_TIMEOUT_S = 10.0
 
 
 class SupervisorPort(Protocol):
-    """What the server needs of `NodeSupervisor`, or of a simulated one. May raise `BerthError`."""
+    """Defines what the server needs of `NodeSupervisor`, or of a simulated one. May raise
+    `BerthError`."""
 
     def launch(self, request: protocol.LaunchTask) -> Task: ...
 
@@ -52,7 +53,7 @@ class SupervisorPort(Protocol):
 
 
 class ExitLog(Protocol):
-    """What the server needs of `NodeRegister`, or of a simulated supervisor."""
+    """Defines what the server needs of `NodeRegister`, or of a simulated supervisor."""
 
     log: str
 

@@ -1,5 +1,5 @@
-"""One worker process of this node: how it is started,
-adopted, signalled and ended; and the workers' logs.
+"""Handles a worker process of this node: how it is started, adopted, signalled and ended; and the
+workers' logs.
 
 A worker writes to its log file directly, not through the node, so its output survives the node's
 death. The files are opened for appending, so a long one can be cut at its start while the worker
@@ -96,9 +96,9 @@ class WorkerProcess:
     #: Set once the end of all its processes is confirmed and recorded.
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     stop_reason: str | None = None
-    #: Whether we had to use SIGKILL.
+    #: True if we had to use SIGKILL.
     forced: bool = False
-    #: Whether the process group with the worker's number is certainly its own.
+    #: True if the process group with the worker's number is certainly its own.
     owns_group: bool = True
     #: Its processes outside of its group and session, when it was killed.
     escaped: dict[int, processes.ProcessStat] = field(default_factory=dict)

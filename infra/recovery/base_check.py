@@ -27,7 +27,7 @@ class BaseCheck:
 
     def __init__(self, source: Readable) -> None:
         self._source = source
-        #: What was read and not yet passed on.
+        #: The bytes that were read and not yet passed on.
         self._rest = memoryview(b"")
         self._feed = _Feed()
         self._error: Exception | None = None

@@ -16,7 +16,7 @@ from pyrage import x25519
 from infra.vault.key_file import read_key_file, write_key_file
 from worker_runtime.protocol.errors import BerthError
 
-#: What an encrypted file ends with.
+#: The suffix of an encrypted file.
 SUFFIX = ".age"
 
 
@@ -26,7 +26,7 @@ class BackupFailed(BerthError, code="BACKUP_FAILED"):
 
 
 class Readable(Protocol):
-    """What can be encrypted."""
+    """A source that can be encrypted."""
 
     def read(self, size: int = -1, /) -> bytes:
         """Return up to `size` bytes; none at the end."""

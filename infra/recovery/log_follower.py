@@ -38,8 +38,8 @@ MIN_FREE_BYTES = 1024**3
 SEGMENT = re.compile(r"[0-9A-F]{24}")
 _HISTORY = re.compile(r"[0-9A-F]{8}\.history")
 _PARTIAL = ".partial"
-#: What `pg_receivewal` says when the server has no longer what it asks for; the server's own words
-#: depend on its language.
+#: The line of `pg_receivewal` when the server has no longer what it asks for; the server's own
+#: words depend on its language.
 _RECYCLED = re.compile(r"unexpected termination of replication stream: .*(?<!/)\b([0-9A-F]{24})\b")
 
 log = structlog.get_logger()

@@ -55,7 +55,7 @@ log = structlog.get_logger()
 
 @dataclass(kw_only=True)
 class RestoreReport:
-    """What was found and done."""
+    """Reports what was found and done."""
 
     #: About when the restored data ends; None: there is none.
     data_until: str | None = None
@@ -66,7 +66,7 @@ class RestoreReport:
     workflows: int = 0
     #: Orders that were open in the restored data: the broker is asked about each.
     orders: int = 0
-    #: Who may have traded since: their accounts are to be compared with the broker's.
+    #: Users who may have traded since: their accounts are to be compared with the broker's.
     users: list[str] = field(default_factory=list)
     #: Users whom Valkey knows and PostgreSQL does not: they were added since.
     lost_users: list[str] = field(default_factory=list)

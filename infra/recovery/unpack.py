@@ -28,7 +28,7 @@ _CHUNK_BYTES = 1024 * 1024
 
 
 class UnpackedBackup(NamedTuple):
-    """What `unpack_backup` has made."""
+    """Describes what `unpack_backup` has made."""
 
     #: The folder of PostgreSQL's data.
     base: Path

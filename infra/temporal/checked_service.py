@@ -31,7 +31,8 @@ from temporalio.service import (
 KEEP_ALIVE = KeepAliveConfig(interval_millis=15_000, timeout_millis=3_000)
 #: Seconds without an answer after which the connection is asked.
 SILENT_AFTER_S = 0.5
-#: How long it has for its answer, and seconds after which a new connection is opened, too.
+#: The time that the connection has for its answer, and the seconds after which a new connection is
+#: opened, too.
 CHECK_TIMEOUT, CONNECT_AFTER_S = timedelta(seconds=0.5), 0.25
 #: Seconds that a new connection may take: about 10 ms, TLS included.
 CONNECT_TIMEOUT_S = 1.0

@@ -20,7 +20,8 @@ from temporalio.service import RPCError, RPCStatusCode
 
 from worker_runtime.protocol.errors import BerthError
 
-#: What one call may take that does not wait for a workflow. A busy host stands still for 2 to 3 s.
+#: The time that a call may take that does not wait for a workflow. A busy host stands still for 2
+#: to 3 s.
 RPC_TIMEOUT = timedelta(seconds=5)
 
 #: Seconds within which a process that serves a task queue polls it: a long poll takes 60.

@@ -54,7 +54,7 @@ from infra.vault.secret_versions import BOUND_PAYLOADS, SecretVersion, SecretVer
 from worker_runtime.protocol.authentication import RefusalCounter
 from worker_runtime.protocol.errors import BerthError
 
-#: What Temporal's samples write into the metadata of an encrypted payload.
+#: The encoding that Temporal's samples write into the metadata of an encrypted payload.
 ENCODING = b"binary/encrypted"
 #: The encoding of the marker that takes the place of a payload that was refused.
 REFUSED_ENCODING = b"berth/refused"
@@ -64,7 +64,7 @@ _WORKFLOW_ID = "workflow-id"
 _NONCE_BYTES = 12
 #: Seconds within which a new version is copied to all hosts.
 KEY_COPY_TIME_S = 60.0
-#: What a Schedule appends to the workflow id of its action.
+#: The time that a Schedule appends to the workflow id of its action.
 _SCHEDULED_AT = re.compile(r"-\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ$")
 #: Payloads in clear that carry nothing: the `temporal` command needs no key to send them.
 _EMPTY_JSON = (b"", b"null", b"{}")
@@ -110,7 +110,7 @@ class _CodecKeys:
         self._file = file
         self._versions: tuple[SecretVersion, ...] = ()
         self._ciphers: dict[bytes, tuple[AESGCM, bool]] = {}
-        #: Whether the file still holds a key of format 1.
+        #: True if the file still holds a key of format 1.
         self.reads_old = False
 
     def read(self, *, now: bool = False) -> None:

@@ -1,5 +1,5 @@
-"""How every process of ours reaches Temporal: address, TLS, client certificate and API key from the
-settings.
+"""Connects every process of ours to Temporal: address, TLS, client certificate and API key come
+from the settings.
 
 What is wrong with them is told in one sentence, when a process connects.
 """

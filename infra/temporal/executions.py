@@ -44,7 +44,7 @@ class ExecutionState:
     #: It has not ended; it may be paused.
     is_open: bool
     is_paused: bool
-    #: How it ended, such as "terminated"; empty: it did not.
+    #: The end of it, such as "terminated"; empty: it did not end.
     end: str
     #: The search attribute of a user's worker; empty: none.
     worker_id: str

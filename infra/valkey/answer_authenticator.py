@@ -19,7 +19,7 @@ log = structlog.get_logger()
 class AnswerAuthenticator:
     def __init__(self, message_secrets: MessageSecrets) -> None:
         self._secrets = message_secrets
-        #: How many answers were discarded.
+        #: Counts the answers that were discarded.
         self.refused = RefusalCounter(REFUSED.labels("answer").inc)
 
     def sign(self, user_id: str, answer: Answer) -> bytes:

@@ -61,7 +61,7 @@ _CODES: tuple[tuple[type[RedisError], str], ...] = (
 #: The code at the beginning of a reply;
 #: redis-py puts words about the command before that of a pipeline.
 _CODE = re.compile(r"(?:\A|caused error: )([A-Z]{3,16})\b")
-#: Of servers that answer, and take no write.
+#: The codes of servers that answer, and take no write.
 _REFUSALS = frozenset({"OOM", "MISCONF", "READONLY", "NOREPLICAS"})
 
 

@@ -8,7 +8,7 @@ from urllib.parse import quote, urlsplit
 
 from worker_runtime.protocol.authentication import MessageKey
 
-#: What the names of fleets' users begin with.
+#: The prefix of the names of fleets' users.
 FLEET_PREFIX = "fleet-"
 
 

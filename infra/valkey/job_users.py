@@ -48,7 +48,7 @@ class JobUsers:
     def __init__(self, client: Redis, message_secrets: MessageSecrets) -> None:
         self._client = client
         self._secrets = message_secrets
-        #: For each tag the server and the passwords of the last user that this process made.
+        #: The server and the passwords, for each tag, of the last user that this process made.
         self._made: dict[str, tuple[str, tuple[str, ...]]] = {}
 
     async def ensure(self, server: str, tags: Sequence[str] = (job_keys.FLEET_TAG,)) -> None:

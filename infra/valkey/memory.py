@@ -1,4 +1,4 @@
-"""How full Valkey is, and what is done about it.
+"""Tells how full Valkey is, and what is done about it.
 
 Above `ALERT_ABOVE_SHARE` operators are alerted. Above `REFUSED_ABOVE_PERMILLE` the scripts refuse
 new orders and new claims (`MemoryShort`), so that what is under way can end: leases, cancels,

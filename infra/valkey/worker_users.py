@@ -82,7 +82,7 @@ COMMANDS = (
     "zincrby",
     "zremrangebyscore",
 )
-#: What the scripts of the limits do to the counts of a user's calls.
+#: The commands by which the scripts of the limits touch the counts of a user's calls.
 _BUDGET_COMMANDS = (
     "hget",
     "hset",

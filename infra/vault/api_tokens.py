@@ -19,7 +19,7 @@ from infra.vault.secret_versions import SecretVersion, SecretVersionFile
 _RANDOM_BYTES = 32
 #: Longest token that is looked at, in characters; ours have about 85.
 MAX_TOKEN_LENGTH = 128
-#: What begins an API key, so that one in a log or a repository is recognised.
+#: The prefix of an API key, so that one in a log or a repository is recognised.
 API_KEY_PREFIX = "berth_"
 
 

@@ -32,8 +32,8 @@ class CertificateFileRefused(CheckFailed, code="CERTIFICATE_REFUSED"):
 
 @dataclass(frozen=True)
 class ReadCertificate:
-    """What a certificate says. `ends` is None where we
-    cannot read it and a broker's SDK perhaps can."""
+    """Holds what a certificate says. `ends` is None where we cannot read it and a broker's SDK
+    perhaps can."""
 
     ends: datetime | None
 

@@ -9,7 +9,7 @@ from infra.vault import key_pairs
 from infra.vault.key_pairs import KeyUnwrapper, KeyWrapper, MasterKeyFiles, UnwrapFailed
 from worker_runtime.protocol.errors import BerthError
 
-#: What KMS and boto3 call errors after which waiting may help.
+#: The words with which KMS and boto3 call errors after which waiting may help.
 _PASSING = ("Throttling", "KMSInternal", "DependencyTimeout", "Timeout", "Connection", "Endpoint")
 
 

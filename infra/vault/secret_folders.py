@@ -63,7 +63,7 @@ class SecretFolders:
         # Not every agent of ECS names the region in the environment of a container.
         region = next((arn.split(":")[3] for arn in folders.values() if arn.count(":") > 3), None)
         self._client = client or boto3.client("secretsmanager", region_name=region, config=_CONFIG)
-        #: What each folder held at the last `pull`: version and files.
+        #: The version and the files that each folder held at the last `pull`.
         self._pulled: dict[Path, tuple[str, dict[str, str]]] = {}
 
     def pull(self) -> None:

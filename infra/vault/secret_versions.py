@@ -26,13 +26,14 @@ log = structlog.get_logger()
 
 
 class SecretVersion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One version of a secret."""
+    """A version of a secret."""
 
     version: int
     secret: bytes
     #: Unix seconds.
     made_at: int
-    #: Of keys of Temporal's payloads: `BOUND_PAYLOADS`; 1 for those of releases before 0.2.
+    #: The format of keys of Temporal's payloads: `BOUND_PAYLOADS`; 1 for those of releases before
+    #: 0.2.
     payload_format: int = 1
 
     def __repr__(self) -> str:

@@ -56,7 +56,7 @@ class RequestWithdrawn(Exception):
 
     def __init__(self, answer: Answer, reason: BerthError) -> None:
         super().__init__(reason.detail)
-        #: What Valkey now has as the answer to this request.
+        #: The answer that Valkey now has to this request.
         self.answer = answer
         #: `DeadlineExceeded` (an order) or `NoAnswer` at the deadline, or why no worker started.
         self.reason = reason

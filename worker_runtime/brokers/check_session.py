@@ -77,7 +77,7 @@ class CheckSession:
         #: The orders that may have reached the broker: the numbers that it gave them, by our tags.
         #: '': it is not known whether it has the order.
         self._sent: dict[str, str] = {}
-        #: Whether the last step has logged in again: the broker counts logins.
+        #: True if the last step has logged in again: the broker counts logins.
         self._has_reopened = False
 
     # --- sessions ---------------------------------------------------------------------------------

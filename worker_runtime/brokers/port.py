@@ -122,8 +122,8 @@ class Listing(NamedTuple):
     behind: float | None = None
     #: Orders taken more than this many seconds before the answer may be missing.
     reaches: float = 0.0
-    #: Whether positions asked for after this list include its fills.
-    #: False where they come from other books.
+    #: True if positions asked for after this list include its fills. False where they come from
+    #: other books.
     positions_agree: bool = False
 
 
@@ -132,7 +132,7 @@ OnOrderChanged = Callable[[OrderChanged], None]
 
 
 class Broker(Protocol):
-    """One logged-in session with a broker. Calls block; each takes its timeout in seconds.
+    """A logged-in session with a broker. Calls block; each takes its timeout in seconds.
 
     Errors: `LoginRejected` (never try again), `LoginLimited`, `BrokerUnreachable`, `SessionDown`
     (nothing was sent), `OrderRejected`, `RateLimited` and `BrokerMaintenance` (nothing was done),

@@ -172,11 +172,11 @@ class ChildPool:
     _free: list[JobChild] = field(default_factory=list, init=False)
     _all: dict[int, JobChild] = field(default_factory=dict, init=False)
 
-    #: Whether children can be made now.
+    #: True if children can be made now.
     ready: bool = field(default=True, init=False)
     #: The code of the jobs was replaced while the runner ran.
     manifest_changed: bool = field(default=False, init=False)
-    #: Whether `exceeds_memory` has to be asked now and then.
+    #: True if `exceeds_memory` has to be asked now and then.
     watches_memory: bool = field(default=False, init=False)
 
     def __len__(self) -> int:

@@ -99,7 +99,7 @@ class RunOutcome(msgspec.Struct, frozen=True, kw_only=True, tag="outcome"):
     delay: float | None = None
     #: The child takes no further job.
     last: bool = False
-    #: What the job has written, of a child that runs several jobs: their pipe is one.
+    #: The text that the job has written, of a child that runs several jobs: their pipe is one.
     output: str = ""
 
 
@@ -173,7 +173,7 @@ def _escaped(text: str) -> str:
 
 _to_child: msgspec.json.Decoder[StartRun | CancelRun] = msgspec.json.Decoder(StartRun | CancelRun)
 read_to_child = _to_child.decode
-#: One buffer for all sockets of the process, which has one thread. A new one for each packet costs
+#: The buffer for all sockets of the process, which has one thread. A new one for each packet costs
 #: 15 us (measured), as much as the rest of the call.
 _buffer = bytearray(MAX_PACKET_BYTES)
 _view = memoryview(_buffer)

@@ -50,7 +50,7 @@ class RunEnd:
     ran: bool = True
     #: The queue's answer.
     outcome: str = ""
-    #: How often it was sent: it is sent again after a lost reply.
+    #: The number of times that it was sent: it is sent again after a lost reply.
     sent: int = 0
 
 

@@ -22,7 +22,8 @@ _Key = Annotated[bytes, msgspec.Meta(min_length=webhook_signing.MIN_KEY_BYTES)]
 class PostOutlet(msgspec.Struct, frozen=True, kw_only=True):
     """Says how a POST goes out. Durations are seconds."""
 
-    #: For all of a delivery, from the resolution of the receiver's name to the end of its answer.
+    #: Limits all of a delivery, from the resolution of the receiver's name to the end of its
+    #: answer.
     timeout: _Timeout = 10.0
     #: Allows private addresses, and plain http to this machine:
     #: for tests, or for our own receivers.
@@ -73,7 +74,7 @@ class MailOutlet(msgspec.Struct, frozen=True, kw_only=True):
     security: Literal["starttls", "tls", "none"] = "starttls"
     username: str = ""
     password: str = ""
-    #: For all of a mail, from the resolution of the server's name to its answer.
+    #: Limits all of a mail, from the resolution of the server's name to its answer.
     timeout: _Timeout = 60.0
     #: Certificates to trust instead of the system's.
     ca_file: str = ""
@@ -102,13 +103,13 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
     recycle: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 1
     #: A runner without a beat for this long counts as dead, and others take its jobs back.
     lease: Annotated[float, msgspec.Meta(ge=1, le=300)] = 5.0
-    #: For which the runner's entry lives without a renewal,
-    #: and beyond the timeout of its longest job.
+    #: The time for which the runner's entry lives without a renewal, and beyond the timeout of its
+    #: longest job.
     runner_ttl: Annotated[int, msgspec.Meta(ge=10, le=86_400)] = RUNNER_TTL_S
     timeout_margin: Annotated[int, msgspec.Meta(ge=0, le=86_400)] = 60
     #: Between TERM and KILL of a job that has timed out or was cancelled.
     kill_grace: _Seconds = 5.0
-    #: For which a failed job is kept.
+    #: The time for which a failed job is kept.
     failed_ttl: Annotated[int, msgspec.Meta(ge=1)] = FAILED_TTL_S
     #: The runner ends after this long without a job; 0: never.
     #: Then something else must hear the doorbell.
@@ -120,7 +121,7 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
     mail: MailOutlet | None = None
     messaging: MessagingOutlet | None = None
     push: PushOutlet | None = None
-    #: Whether this runner's errors are reported to operators.
+    #: True if this runner's errors are reported to operators.
     report_errors: bool = False
     version: str = ""
     log_level: str = "INFO"

@@ -36,7 +36,7 @@ ALL_QUEUES = "*"
 
 @dataclass(frozen=True, slots=True)
 class RunnerIdentity:
-    """Who claims. `runner_id` is new after every start; `name` and `node` stay."""
+    """Says who claims. `runner_id` is new after every start; `name` and `node` stay."""
 
     runner_id: str
     name: str
@@ -121,8 +121,8 @@ class JobQueue:
         self._keys = [job_keys.meta(tag)]
         self._queues = ",".join(identity.queues)
         self._claim_number = 0
-        #: Whether there are other runners, which a claim may have to wake.
-        #: A wrong guess costs one check.
+        #: True if there are other runners, which a claim may have to wake. A wrong guess costs one
+        #: check.
         self.others = True
 
     def join(self) -> None:

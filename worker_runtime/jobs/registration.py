@@ -103,10 +103,11 @@ class RunnerRegistration:
         self._next_renewal = 0.0
         self._next_check = 0.0
         self._due_at: float | None = None
-        #: Whether the queue may be called now.
+        #: True if the queue may be called now.
         self.reachable = False
         self.suspended = False
-        #: What a runner of own types tells the queue of them; None for a runner of Berth's types.
+        #: The announcement by which a runner of own types tells the queue of them; None for a
+        #: runner of Berth's types.
         self.announcement: Announcement | None = None
         self._take_identity()
 

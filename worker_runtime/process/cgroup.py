@@ -26,7 +26,7 @@ class LimitsUnavailable(BerthError, code="LIMITS_UNAVAILABLE"):
     """This host does not allow this process to set limits."""
 
 
-#: What one step adds to a group at most: a huge page.
+#: The bytes that one step adds to a group at most: a huge page.
 _MAX_CHARGE_BYTES = 2 * 1024 * 1024
 #: The group into which a process moves that limits groups next to it (v2).
 LEAF = "berth-leaf"

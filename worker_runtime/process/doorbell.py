@@ -22,17 +22,17 @@ from worker_runtime.process.valkey import NOTHING, Valkey, ValkeyFailed, raise_i
 
 
 class Listening(NamedTuple):
-    """How long a doorbell listens at a time, in seconds."""
+    """Says how long a doorbell listens at a time, in seconds."""
 
-    #: One BLPOP blocks so long.
+    #: The time that one BLPOP blocks.
     block: float
     #: A connection on which nothing arrives for so long after that counts as dead.
     grace: float
 
 
-#: For what nobody waits for: a claim, which is repeated, and jobs.
+#: Suits what nobody waits for: a claim, which is repeated, and jobs.
 PATIENT = Listening(20, 5.0)
-#: For a user's requests: a connection that died silently costs an order 2 s at most.
+#: Suits a user's requests: a connection that died silently costs an order 2 s at most.
 PROMPT = Listening(1, 0.6)
 #: Signal that asks the zygote to fork a job runner.
 JOB_RUNNER_WANTED = signal.SIGUSR1
@@ -207,7 +207,7 @@ class JobDoorbell:
         self._selector = selectors.DefaultSelector()
         self._doorbell: Doorbell | None = None
         self._signalled_at: float | None = None
-        #: How many runners had been forked when the zygote was asked.
+        #: The number of runners that had been forked when the zygote was asked.
         self._runners_before = 0
 
     def fileno(self) -> int:

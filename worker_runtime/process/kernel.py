@@ -1,4 +1,5 @@
-"""What a worker's processes ask of the Linux kernel: no core dumps, no orphans, a name in `ps`."""
+"""Asks the Linux kernel for what a worker's processes need: no core dumps, no orphans, a name in
+`ps`."""
 
 import ctypes
 import errno

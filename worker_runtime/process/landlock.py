@@ -52,7 +52,7 @@ class Fence:
     def __init__(self, hidden: Sequence[Path] = ()) -> None:
         """Builds a fence that hides the folders and files `hidden` from every process behind it."""
         version = landlock_version()
-        #: What it keeps apart: '' for nothing, 'memory', or 'memory and signals'.
+        #: The things that it keeps apart: '' for nothing, 'memory', or 'memory and signals'.
         self.strength = "memory and signals" if version >= 6 else "memory" if version else ""
         self._ruleset = -1
         if not version:

@@ -1,4 +1,4 @@
-"""How a session ends, and when and why the zygote replaces it.
+"""Defines how a session ends, and when and why the zygote replaces it.
 
 The zygote forks a fresh session for a user whose session died. That has a new key pair and no
 credentials, and waits until the orchestrator seals them to its key.

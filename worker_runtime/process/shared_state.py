@@ -145,7 +145,7 @@ _MIN_REPLY_TIMEOUT_S = 0.1
 
 
 class _Word:
-    """One 8-byte word of the shared state."""
+    """Reads and writes an 8-byte word of the shared state."""
 
     def __init__(self, slot: int) -> None:
         self._slot = slot
@@ -327,7 +327,7 @@ def lease_end_of(sent_ns: int, ttl: float) -> int:
 
 
 class Lease:
-    """How long this worker may still act as its user's only owner (invariant *one-owner*).
+    """Tells how long this worker may still act as its user's only owner (invariant *one-owner*).
 
     A lease is a right that ends by itself unless it is renewed in time. (Broker connections and job
     runners have leases of their own.) Both the supervisor's and the session's own renewals count. A

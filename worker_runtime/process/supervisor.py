@@ -78,8 +78,8 @@ class PulseWatch:
         self._seen = (0, 0, 0)
         self._checked_at = clock()
         self._still = 0.0
-        #: How many seconds of `_still` the session waited for its host, and its host wait in all at
-        #: the last check.
+        #: Seconds of `_still` that the session waited for its host, and its host wait in all at the
+        #: last check.
         self._excused = self._waited = 0.0
 
     def is_frozen(self) -> bool:

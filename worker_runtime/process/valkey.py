@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Argument = str | bytes | int | float
 Command = tuple[Argument, ...]
 
-#: What `ready` returns when no complete reply has arrived.
+#: The value that `ready` returns when no complete reply has arrived.
 NOTHING = object()
 #: Bytes of one read from the connection.
 _CHUNK_BYTES = 65536
@@ -156,8 +156,8 @@ class TlsLink:
 
 
 class Valkey:
-    """One connection, opened when it is first needed.
-    Not for use by several threads. Times in seconds."""
+    """A connection, opened when it is first needed. Not for use by several threads. Times in
+    seconds."""
 
     def __init__(
         self,

@@ -46,7 +46,7 @@ MessageKeys = Sequence[MessageKey]
 
 
 class AssignmentKeys(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker gets, sealed, for an assignment. Each list is newest first.
+    """The keys that a worker gets, sealed, for an assignment. Each list is newest first.
 
     An assignment gives one worker to one user under one epoch, from the claim to the worker's end.
     """
@@ -54,7 +54,7 @@ class AssignmentKeys(msgspec.Struct, frozen=True, kw_only=True):
     #: The user's, in every epoch: checks requests and the switch,
     #: and signs requests of the user's own jobs.
     request: tuple[MessageKey, ...]
-    #: Of this epoch: signs whatever the worker writes.
+    #: The keys of this epoch: they sign whatever the worker writes.
     assignment: tuple[MessageKey, ...]
 
     def __repr__(self) -> str:

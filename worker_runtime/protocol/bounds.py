@@ -20,7 +20,7 @@ TimeMs = Annotated[int, Meta(ge=EARLIEST_MS, le=LATEST_MS)]
 TimeMsOrZero = Annotated[int, Meta(ge=0, le=LATEST_MS)]
 #: A span of milliseconds, at most 100 years.
 SpanMs = Annotated[int, Meta(ge=0, le=100 * 366 * 86_400_000)]
-#: How long a call took, at most an hour; a share.
+#: The time that a call took, at most an hour; a share.
 SpanUs = Annotated[int, Meta(ge=0, le=3_600_000_000)]
 Permille = Annotated[int, Meta(ge=0, le=1000)]
 #: A span of seconds that a message asks somebody to wait.
@@ -61,8 +61,8 @@ ACCOUNT_BOUNDS = Meta(max_length=MAX_ACCOUNTS)
 PRICE_PLACES = 6
 _PRICE_STEP = Decimal(1).scaleb(-PRICE_PLACES)
 MAX_PRICE = Decimal(10) ** 12 - _PRICE_STEP
-#: What readers accept as a price or an amount. An average cost such as 1661/3 has 28 digits by
-#: default, so the bounds are wider than what our own adapters send (`round_price`).
+#: The bounds of what readers accept as a price or an amount. An average cost such as 1661/3 has 28
+#: digits by default, so the bounds are wider than what our own adapters send (`round_price`).
 MIN_EXPONENT, MAX_EXPONENT = -28, 12
 MAX_DIGITS = 30
 #: Characters of the longest accepted number, written without an exponent: a sign, `0.`, 28 places.

@@ -1,5 +1,5 @@
-"""What `berth broker check` and the process that makes
-the check say to each other, as lines of JSON."""
+"""The messages between `berth broker check` and the process that makes the check, as lines of
+JSON."""
 
 from decimal import Decimal
 from enum import StrEnum
@@ -29,7 +29,8 @@ class CheckRequest(msgspec.Struct, frozen=True, kw_only=True):
     account: str
     credentials: Credentials
     symbol: str
-    #: Of the orders, far from the market; None: the day's limit down, where the broker shows it.
+    #: The price of the orders, far from the market; None: the day's limit down, where the broker
+    #: shows it.
     price: Decimal | None = None
     #: Kinds of lot whose quantity changes are tried.
     lots: tuple[OrderLot, ...] = (OrderLot.COMMON,)
@@ -47,8 +48,8 @@ class CheckRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckStep(msgspec.Struct, frozen=True, kw_only=True):
-    """One step and what came of it.
-    `evidence` has no credentials and no id of the person or account."""
+    """A step and what came of it. `evidence` has no credentials and no id of the person or
+    account."""
 
     name: str
     outcome: CheckOutcome
@@ -58,7 +59,7 @@ class CheckStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SeenMeaning(msgspec.Struct, frozen=True, kw_only=True):
-    """What a quantity change was seen to mean; in the evidence of its step."""
+    """Says what a quantity change was seen to mean; in the evidence of its step."""
 
     broker: str
     sdk_version: str

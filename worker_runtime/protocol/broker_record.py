@@ -1,4 +1,4 @@
-"""What is known of a broker: a record, which is data next to its adapter.
+"""Defines what is known of a broker: a record, which is data next to its adapter.
 
 A record is a TOML file (`broker.toml`). It says what the broker's markets take, when they are open,
 what a login needs and what the broker limits. Pre-trade checks, rate limits, the API's validation
@@ -55,7 +55,7 @@ class RecordPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class CredentialKind(StrEnum):
-    """What an API takes for a field of credentials."""
+    """The kind of value that an API takes for a field of credentials."""
 
     TEXT = "text"
     SECRET = "secret"  # noqa: S105 - a kind
@@ -71,7 +71,7 @@ class CountedPer(StrEnum):
 
 
 class QuantityChange(StrEnum):
-    """What the number in a quantity change means to the broker."""
+    """Says what the number in a quantity change means to the broker."""
 
     NEW_TOTAL = "new_total"
     REDUCE_BY = "reduce_by"
@@ -105,7 +105,7 @@ class LotRule(RecordPart, frozen=True, kw_only=True):
     #: Minutes after the day's close from which on, and until when, it is taken; None: with the
     #: market.
     after_close_min: tuple[int, int] | None = None
-    #: Whether it is taken from the bell on, and not when the market begins to take orders.
+    #: True if it is taken from the bell on, and not when the market begins to take orders.
     from_bell: bool = False
 
 
@@ -153,17 +153,18 @@ class FinalSettlement(RecordPart, frozen=True, kw_only=True):
 
 
 class ContractCodes(RecordPart, frozen=True, kw_only=True):
-    """How a market's derivatives are named: a product, then what `rolling` or `dated` describes.
+    """Says how a market's derivatives are named: a product, then what `rolling` or `dated`
+    describes.
 
     The patterns are used by Python and by PostgreSQL: groups have no names.
     """
 
-    #: Of the product's code, with which the symbols of its contracts begin.
+    #: The pattern of the product's code, with which the symbols of its contracts begin.
     product: str
-    #: Of the rest of a code that stands for a contract which only the broker knows, such as the one
-    #: that ends first; '': there are no such codes.
+    #: The pattern of the rest of a code that stands for a contract which only the broker knows,
+    #: such as the one that ends first; '': there are no such codes.
     rolling: str = ""
-    #: Of the rest of a single contract's code.
+    #: The pattern of the rest of a single contract's code.
     dated: str
     #: The codes of the months, from January on, and how many of the year's last digits follow.
     #: Empty: names of charts (`TXF1!`) are not translated.
@@ -173,7 +174,7 @@ class ContractCodes(RecordPart, frozen=True, kw_only=True):
 
 
 class ChartNames(RecordPart, frozen=True, kw_only=True):
-    """How charting programs name a market's symbols."""
+    """Says how charting programs name a market's symbols."""
 
     #: Exchanges that may stand before a symbol (`NASDAQ:AAPL`).
     exchanges: tuple[str, ...] = ()
@@ -198,12 +199,13 @@ class MarketRule(RecordPart, frozen=True, kw_only=True):
     lots: dict[OrderLot, LotRule]
     orders: tuple[OrderRule, ...]
     symbols: tuple[SymbolRule, ...]
-    #: Of a market with derivatives.
+    #: The contract codes of a market with derivatives.
     contracts: ContractCodes | None = None
     charts: ChartNames = ChartNames()
-    #: What `berth broker check` orders unless told otherwise: cheap, and traded every day.
+    #: The symbol that `berth broker check` orders unless told otherwise: cheap, and traded every
+    #: day.
     check_symbol: str = ""
-    #: How far a price may be from the day's reference price; None: without a limit.
+    #: The share by which a price may differ from the day's reference price; None: without a limit.
     daily_limit: Decimal | None = None
 
     @cached_property
@@ -291,17 +293,17 @@ class MarketRule(RecordPart, frozen=True, kw_only=True):
 
 
 class ListCoverage(RecordPart, frozen=True, kw_only=True):
-    """What a list of orders proves at most. An adapter may prove less at times, and says so with
-    each list; what it says beyond the record does not count."""
+    """Says what a list of orders proves at most. An adapter may prove less at times, and says so
+    with each list; what it says beyond the record does not count."""
 
-    #: Whether a list has the orders of all sessions; with a simulation's own value if it differs.
+    #: True if a list has the orders of all sessions; with a simulation's own value if it differs.
     all_sessions: bool
     all_sessions_in_simulation: bool
     #: Orders younger than this may be missing.
     lag_s: Seconds
-    #: How far back lists reach: `day` for a day at most, `always`.
+    #: Says how far back lists reach: `day` for a day at most, `always`.
     reach: Annotated[str, msgspec.Meta(pattern="^(day|always)$")] = "day"
-    #: Whether positions that are asked for after a list include its fills.
+    #: True if positions that are asked for after a list include its fills.
     positions_agree: bool = False
 
 
@@ -408,7 +410,7 @@ class BrokerRecord(RecordPart, frozen=True, kw_only=True):
     #: `package.module:Class`; imported in a session process only, and called as `AdapterFactory`
     #: says.
     adapter: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
-    #: Whether the adapter or its SDK may write to standard output or error, perhaps a part of a
+    #: True if the adapter or its SDK may write to standard output or error, perhaps a part of a
     #: secret: then both are closed in its process.
     adapter_prints: bool = True
     #: True for the exchange that comes with Berth, whose address and limits are settings of the
@@ -426,10 +428,10 @@ class BrokerRecord(RecordPart, frozen=True, kw_only=True):
     limits: CallLimits
     session: SessionLife = SessionLife()
     credentials: dict[str, CredentialField]
-    #: How the API tries credentials without a login: `line` (see `credential_check.py`), or '' for
-    #: not.
+    #: Says how the API tries credentials without a login: `line` (see `credential_check.py`), or ''
+    #: for not.
     credential_check: Annotated[str, msgspec.Meta(pattern="^(line)?$")] = ""
-    #: What only a person with an account can confirm.
+    #: The facts that only a person with an account can confirm.
     unconfirmed: tuple[str, ...] = ()
 
     def has_market(self, broker_type: str) -> bool:

@@ -1,4 +1,4 @@
-"""What a broker reports, in Berth's own words: orders, changes of orders, positions, money.
+"""The reports of a broker, in Berth's own words: orders, changes of orders, positions, money.
 
 Adapters make these from what their broker sends (`worker_runtime/brokers/port.py`). They also cross
 Valkey, within the answers of `requests.py`. Prices are decimal strings, quantities are lots (of

@@ -15,7 +15,7 @@ from worker_runtime.protocol.installed_brokers import installed_brokers
 
 
 class Contract(NamedTuple):
-    """What the code of a contract says."""
+    """Holds what the code of a contract says."""
 
     product: str
     is_rolling: bool

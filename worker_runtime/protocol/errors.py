@@ -11,7 +11,7 @@ class BerthError(Exception):
     """Something went wrong inside Berth."""
 
     code: ClassVar[str] = "INTERNAL"
-    #: Whether the same call may succeed later without anyone changing anything.
+    #: True if the same call may succeed later without anyone changing anything.
     retryable: ClassVar[bool] = False
     #: HTTP status of the API's answer; 0: 503 if it is retryable, else 500.
     status: ClassVar[int] = 0
@@ -45,7 +45,7 @@ class BerthError(Exception):
         return " ".join(paragraph.split())
 
 
-#: Of several errors with one code the first.
+#: The errors by code; of several errors with one code the first.
 _BY_CODE: dict[str, type[BerthError]] = {BerthError.code: BerthError}
 
 
@@ -179,8 +179,8 @@ class OrderRejected(BrokerError, code="ORDER_REJECTED", status=422):
 
 
 class QuantityChangeUnconfirmed(OrderRejected, code="QUANTITY_CHANGE_UNCONFIRMED"):
-    """What the broker does with a changed quantity is unconfirmed: cancel the order and place a new
-    one."""
+    """The effect of a changed quantity at the broker is unconfirmed: cancel the order and place a
+    new one."""
 
 
 class CertificateExpired(OrderRejected, code="CERTIFICATE_EXPIRED"):

@@ -31,7 +31,7 @@ MarketOrAll = Annotated[str, msgspec.Meta(pattern=r"^([a-z][a-z0-9_]{0,15})?\Z")
 
 
 class InstrumentKind(StrEnum):
-    """What an instrument is."""
+    """The kind of an instrument."""
 
     STOCK = "stock"
     FUND = "fund"
@@ -53,13 +53,13 @@ class PriceStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Instrument(msgspec.Struct, frozen=True, kw_only=True):
-    """One instrument, as its broker describes it on a trading day.
+    """An instrument, as its broker describes it on a trading day.
 
     Prices are in the currency of its market. What a broker does not tell is None or empty: then its
     record decides, or nothing is checked.
     """
 
-    #: What orders name it by.
+    #: The name by which orders call it.
     code: Code
     name: Annotated[str, msgspec.Meta(max_length=120, pattern=_PLAIN_PATTERN)] = ""
     #: The record's name of the market, which is the `broker_type` of the accounts that trade it.
@@ -77,7 +77,7 @@ class Instrument(msgspec.Struct, frozen=True, kw_only=True):
     limit_down: Decimal | None = None
     #: The last day on which it trades; None: it has none.
     expires_on: date | None = None
-    #: Whether it may be bought and sold on the same day; None: the broker does not say.
+    #: True if it may be bought and sold on the same day; None: the broker does not say.
     day_trade: bool | None = None
     #: Code or product of what a derivative follows.
     underlying: CodeOrNone = ""

@@ -20,8 +20,8 @@ def memory_prefix(main_pid: int) -> str:
     return f"berth-sj-{main_pid}-"
 
 
-#: How many persons' calls an address may make where neither the broker's record nor an operator
-#: says it: most brokers publish no limit for an address.
+#: The number of persons' calls that an address may make where neither the broker's record nor an
+#: operator says it: most brokers publish no limit for an address.
 DEFAULT_EGRESS_PERSONS = 10
 
 
@@ -42,7 +42,7 @@ class BrokerLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Allowance(msgspec.Struct, frozen=True, kw_only=True):
-    """How a worker keeps the limits of its brokers."""
+    """Says how a worker keeps the limits of its brokers."""
 
     #: The share of a broker's limit that we use. The rest is for calls that arrive closer together
     #: than they were sent, and for the last second that a promoted replica of Valkey has lost.
@@ -51,7 +51,7 @@ class Allowance(msgspec.Struct, frozen=True, kw_only=True):
     #: 0.1.0, and for those that an orchestrator of 0.1.0 claims:
     #: `SealedAccount.address_budgets` comes first.
     egress: tuple[str, ...] = ()
-    #: How many persons' calls such an address may make.
+    #: The number of persons' calls that such an address may make.
     egress_persons: int = DEFAULT_EGRESS_PERSONS
     #: The limits of the paper exchange, for workers of 0.1.0.
     paper: BrokerLimits = BrokerLimits()
@@ -60,8 +60,8 @@ class Allowance(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExitCode(IntEnum):
-    """How a worker's processes end: 0 is graceful; the rest start at 64, above Python's own 1 and
-    2.
+    """The codes with which a worker's processes end: 0 is graceful; the rest start at 64, above
+    Python's own 1 and 2.
 
     A worker that was killed has none: its launcher reports the signal.
     """
@@ -84,8 +84,8 @@ class ExitCode(IntEnum):
     CRASH_LOOP = 70
     #: Not even a fresh session process could open a broker session; the event FAILED says why.
     BROKER_FAILED = 71
-    #: Of a session process only: it asks to be replaced,
-    #: because its broker's SDK does not come back.
+    #: Only a session process ends with it: it asks to be replaced, because its broker's SDK does
+    #: not come back.
     SESSION_REPLACE = 72
 
 
@@ -96,7 +96,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     pool: str
     #: Unix socket path or host and port: `redis://127.0.0.1:6379/0`, `unix:///run/valkey.sock`.
     valkey_url: str
-    #: One-time token by which the worker proves that its public key is its own.
+    #: The token, for one use, by which the worker proves that its public key is its own.
     launch_token: bytes
     #: The orchestrator's Ed25519 public keys, 32 bytes each:
     #: claims that none of them fits are refused.
@@ -110,7 +110,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     paper_exchange: str = ""
     #: The operator's options by broker, such as its address; they come to its adapter.
     broker_options: dict[str, dict[str, str]] = {}
-    #: How the limits of brokers are kept.
+    #: Says how the limits of brokers are kept.
     allowance: Allowance = Allowance()
     mark_ttl: float = 30.0
     mark_period: float = 5.0

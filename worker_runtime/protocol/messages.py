@@ -70,7 +70,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestMessage(Message, frozen=True, kw_only=True):
-    """What each request in a user's queue carries."""
+    """Holds what each request in a user's queue carries."""
 
     request_id: bounds.LongId
     user_id: bounds.Id
@@ -100,10 +100,10 @@ class PlaceOrder(RequestMessage, frozen=True, kw_only=True, tag="place_order"):
     open_close: OpenClose = OpenClose.AUTO
     #: At most 6 characters: all that Shioaji's `custom_field` holds.
     tag: bounds.Word
-    #: Whether it can only make a position smaller, and so passes a switch that says REDUCING.
+    #: True if it can only make a position smaller, and so passes a switch that says REDUCING.
     reduce_only: bool = False
-    #: What an order of unknown outcome blocks in its account: orders in its `symbol`, the whole
-    #: `account`, or nothing (`off`).
+    #: Says what an order of unknown outcome blocks in its account: orders in its `symbol`, the
+    #: whole `account`, or nothing (`off`).
     unknown_blocks: bounds.Word = "symbol"
     #: Milliseconds from its acceptance to its deadline; 0 if unknown.
     lifetime_ms: bounds.SpanMs = 0
@@ -115,7 +115,7 @@ class PlaceOrder(RequestMessage, frozen=True, kw_only=True, tag="place_order"):
     begun: bool = False
     #: The share by which the price may differ from the broker's reference price; None: any.
     price_band: Decimal | None = None
-    #: Of a market order: up to this reference price its value is within the account's limit.
+    #: The reference price up to which a market order's value is within the account's limit.
     most_price: Decimal | None = None
 
     def __post_init__(self) -> None:
@@ -125,7 +125,7 @@ class PlaceOrder(RequestMessage, frozen=True, kw_only=True, tag="place_order"):
 
 
 class Fill(msgspec.Struct, frozen=True, kw_only=True):
-    """One deal. Duplicates are recognised by `fill_id`, the broker's id of it."""
+    """A deal. Duplicates are recognised by `fill_id`, the broker's id of it."""
 
     fill_id: bounds.LongId
     quantity: bounds.Lots
@@ -137,7 +137,7 @@ class Fill(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OrderOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of an order after the broker answered."""
+    """Holds what is known of an order after the broker answered."""
 
     order_id: bounds.Id
     state: OrderState
@@ -160,12 +160,12 @@ class Answer(Message, frozen=True, kw_only=True, tag="answer"):
     request_id: bounds.LongId
     outcome: OrderOutcome | None = None
     failure: Failure | None = None
-    #: For `QueryAccount`: an `AccountReport`, which `requests.decode_report` reads.
+    #: The answer to `QueryAccount`: an `AccountReport`, which `requests.decode_report` reads.
     report: dict[str, Any] | None = None
-    #: For `ListInstruments`.
+    #: The answer to `ListInstruments`.
     instruments: InstrumentPage | None = None
-    #: For metrics: microseconds that the broker took,
-    #: and permille of its fullest limit that are in use.
+    #: Figures for metrics: microseconds that the broker took, and permille of its fullest limit
+    #: that are in use.
     broker_us: bounds.SpanUs | None = None
     limit_used: bounds.Permille | None = None
 
@@ -174,7 +174,7 @@ class Answer(Message, frozen=True, kw_only=True, tag="answer"):
 
 
 class SealedAccount(msgspec.Struct, frozen=True, kw_only=True):
-    """One broker account; `sealed` opens to a JSON `Credentials` only inside the named worker."""
+    """A broker account; `sealed` opens to a JSON `Credentials` only inside the named worker."""
 
     account_id: bounds.Id
     broker: bounds.Word
@@ -196,13 +196,13 @@ class SealedAccount(msgspec.Struct, frozen=True, kw_only=True):
     #: one: the broker's record has limits of an address.
     address_shares: Annotated[dict[str, bounds.Counter], msgspec.Meta(max_length=8)] = {}
     sealed: bytes
-    #: Whether orders wait after each login until `BooksCompared` came.
+    #: True if orders wait after each login until `BooksCompared` came.
     books_first: bool = False
 
 
 class Credentials(msgspec.Struct, frozen=True, kw_only=True):
-    """What a broker login needs, in clear.
-    It never leaves the processes that invariant *sealed* names."""
+    """Holds what a broker login needs, in clear. It never leaves the processes that invariant
+    *sealed* names."""
 
     api_key: str
     secret_key: str
@@ -255,7 +255,7 @@ InboxMessage = Claim | Connect | ReleaseClaim
 
 
 class ControlHeader(Message, frozen=True, kw_only=True):
-    """What each control message carries."""
+    """Holds what each control message carries."""
 
     user_id: bounds.Id
     epoch: bounds.Counter
@@ -303,15 +303,15 @@ class Signed(Message, frozen=True, kw_only=True, tag="signed"):
 
 
 class AccountLogin(msgspec.Struct, frozen=True, kw_only=True):
-    """How the login of one account stands."""
+    """Says how the login of one account stands."""
 
     account_id: bounds.Id
-    #: What is wrong; '' if there is a session.
+    #: The code of what is wrong; '' if there is a session.
     code: bounds.Word = ""
     #: The newest version of its credentials,
     #: if the broker has rejected that. An older one may be connected.
     rejected: bounds.Counter = 0
-    #: What is wrong with the login, or with the rejected one, in words.
+    #: Says what is wrong with the login, or with the rejected one, in words.
     detail: bounds.Sentence = ""
     #: The version of the credentials of its session,
     #: and when their certificate expires; 0: not known.
@@ -329,7 +329,7 @@ class ClaimReply(Message, frozen=True, kw_only=True, tag="claim_reply"):
     failure: Failure | None = None
     claimed_at_ms: bounds.TimeMsOrZero = 0
     connected_at_ms: bounds.TimeMsOrZero = 0
-    #: Of each account that has been tried, at `at_ms`.
+    #: The login of each account that has been tried, at `at_ms`.
     logins: Annotated[list[AccountLogin], bounds.ACCOUNT_BOUNDS] = []
     at_ms: bounds.TimeMsOrZero = 0
 
@@ -362,7 +362,7 @@ class WorkerEvent(Message, frozen=True, kw_only=True, tag="worker_event"):
     kind: WorkerEventKind
     at_ms: bounds.TimeMs
     detail: bounds.Sentence = ""
-    #: Of each account that has been tried, if that has changed.
+    #: The login of each account that has been tried, if that has changed.
     logins: Annotated[list[AccountLogin], bounds.ACCOUNT_BOUNDS] = []
 
 
@@ -390,7 +390,7 @@ class OrderEvent(Message, frozen=True, kw_only=True, tag="order_event"):
 
 
 class AccountReported(Message, frozen=True, kw_only=True, tag="account_reported"):
-    """What a session found at the broker after a login, for a comparison with our books.
+    """Reports what a session found at the broker after a login, for a comparison with our books.
 
     It follows the events of the orders that the session knows.
     `(worker_id, account_id, at_ms)` is unique.

@@ -24,7 +24,7 @@ class TimeInForce(StrEnum):
 
 
 class OrderLot(StrEnum):
-    """What a stock order counts, and where it trades. Futures have `COMMON` only."""
+    """Says what a stock order counts, and where it trades. Futures have `COMMON` only."""
 
     COMMON = "common"  # lots of 1,000 shares
     ODD = "odd"  # 1 to 999 shares, after the close
@@ -32,14 +32,15 @@ class OrderLot(StrEnum):
     FIXING = "fixing"  # lots, after the close and at its price
 
 
-#: What counts shares.
+#: The lots that count shares.
 ODD_LOTS = frozenset({OrderLot.ODD, OrderLot.INTRADAY_ODD})
 #: Units in one lot of a market that has odd lots.
 SHARES_PER_LOT = 1000
 
 
 class OrderCondition(StrEnum):
-    """How a stock order is paid for. What was bought on margin is sold on margin, and so on."""
+    """Says how a stock order is paid for. What was bought on margin is sold on margin, and so
+    on."""
 
     CASH = "cash"
     MARGIN = "margin"
@@ -47,7 +48,7 @@ class OrderCondition(StrEnum):
 
 
 class OpenClose(StrEnum):
-    """Whether a futures order opens a position or closes one; `AUTO` closes first."""
+    """Says whether a futures order opens a position or closes one; `AUTO` closes first."""
 
     AUTO = "auto"
     NEW = "new"

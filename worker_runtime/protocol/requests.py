@@ -37,7 +37,7 @@ from worker_runtime.protocol.order_terms import OrderLot
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One item of a request queue. `raw` is what `answer.lua` and `withdraw.lua` look for."""
+    """An item of a request queue. `raw` is what `answer.lua` and `withdraw.lua` look for."""
 
     raw: bytes
     deadline_ms: int
@@ -83,7 +83,7 @@ def parse_frame(raw: bytes) -> Frame:
 
 
 class ChangeMessage(messages.RequestMessage, frozen=True, kw_only=True):
-    """What a request carries that changes a working order."""
+    """Holds what a request carries that changes a working order."""
 
     order_id: Id
     symbol: Word
@@ -96,19 +96,19 @@ class CancelOrder(ChangeMessage, frozen=True, kw_only=True, tag="cancel_order"):
 
 
 class QuantityMeaning(StrEnum):
-    """What a broker does with the number of a quantity change."""
+    """Says what a broker does with the number of a quantity change."""
 
     REDUCE_BY = "reduce_by"  # takes it off the order
     NEW_TOTAL = "new_total"  # makes it the order's quantity
 
 
 class ConfirmedQuantityChange(msgspec.Struct, frozen=True, kw_only=True):
-    """What a person with keys saw the broker do (`berth broker check`), in this order's mode:
+    """Says what a person with keys saw the broker do (`berth broker check`), in this order's mode:
     simulation or production."""
 
     sdk_version: Word
     lot: OrderLot
-    #: Of a contract, whose lot is `COMMON`, too.
+    #: True for a contract, whose lot is `COMMON`, too.
     futures: bool
     meaning: QuantityMeaning
 
@@ -125,7 +125,7 @@ class ReplaceOrder(ChangeMessage, frozen=True, kw_only=True, tag="replace_order"
     reduce_only: bool = False
     #: As in `PlaceOrder`.
     price_band: Decimal | None = None
-    #: For brokers whose quantity changes are not known to mean one thing.
+    #: The confirmed meanings for brokers whose quantity changes are not known to mean one thing.
     confirmed: Annotated[tuple[ConfirmedQuantityChange, ...], LIST_BOUNDS] = ()
 
     def __post_init__(self) -> None:
@@ -173,21 +173,21 @@ class AccountReport(msgspec.Struct, frozen=True, kw_only=True):
 
     account_id: Id
     taken_at_ms: TimeMs
-    #: Whether the report has everything that was asked for.
+    #: True if the report has everything that was asked for.
     complete: bool
-    #: Whether all orders that the broker took between `reaches_ms` and `behind_ms` before are
+    #: True if all orders that the broker took between `reaches_ms` and `behind_ms` before are
     #: certainly listed. False where a list may leave out any, such as those of earlier sessions
     #: (Shioaji's simulation, Sinotrade/Shioaji #218).
     absence_certain: bool
     behind_ms: SpanMs = 0
     #: None if the broker does not say.
     reaches_ms: SpanMs | None = None
-    #: Whether the positions include the fills of all orders that are certainly listed.
+    #: True if the positions include the fills of all orders that are certainly listed.
     positions_agree: bool = False
     orders: Annotated[list[BrokerOrder], LIST_BOUNDS] = []
     positions: Annotated[list[Position], LIST_BOUNDS] = []
-    #: Whether the positions have the shares beyond full lots.
-    #: Workers of release 0.1.0 do not report them.
+    #: True if the positions have the shares beyond full lots. Workers of release 0.1.0 do not
+    #: report them.
     odd_shown: bool = False
     balance: Balance | None = None
 
@@ -239,7 +239,7 @@ class UserSwitch(msgspec.Struct, frozen=True, kw_only=True):
 
     #: Version of the newest change in it; 0 if nobody ever switched.
     version: int = 0
-    #: For all accounts.
+    #: The state for all accounts.
     every: SwitchState = SwitchState.OPEN
     #: Accounts that have a state of their own which is not open.
     accounts: Mapping[str, SwitchState] = {}
@@ -308,8 +308,8 @@ def switch_of(
 
 
 class BooksCompared(messages.ControlHeader, frozen=True, kw_only=True, tag="books_compared"):
-    """What the broker listed was compared with our books. It needs no number: once told of a
-    report, nothing counts that is said of it again, or of an earlier one."""
+    """Says that what the broker listed was compared with our books. It needs no number: once a
+    session was told of a report, nothing counts that is said of it again, or of an earlier one."""
 
     account_id: Id
     #: `AccountReported.at_ms` of the report.

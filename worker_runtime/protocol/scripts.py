@@ -8,7 +8,7 @@ from typing import Self
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """One script: its source, and the SHA-1 under which a server knows it (EVALSHA)."""
+    """Holds a script's source, and the SHA-1 under which a server knows it (EVALSHA)."""
 
     name: str
     source: str

@@ -1,4 +1,4 @@
-"""How the kernel watches a TCP connection whose other end may vanish without a word.
+"""Has the kernel watch a TCP connection whose other end may vanish without a word.
 
 A firewall, a balancer or a host that lost its power drops packets and closes nothing. Without
 these options the kernel sends the same bytes again for 15 minutes, and never asks after a

@@ -1,4 +1,5 @@
-"""What a worker says of itself and of its orders: events, and the metadata next to its mark.
+"""Signs and reads what a worker says of itself and of its orders: events, and the metadata next to
+its mark.
 
 They carry MACs under the keys of the worker's assignment, which only that worker has besides the
 services. So nobody else can tell of a user's orders, and a worker only of its own user's.

@@ -47,7 +47,7 @@ class Session:
         self._shared_state = shared_state
         self._log = log
         self._stopping = False
-        #: Whether the pool knows of this worker. An assigned worker is not announced again.
+        #: True if the pool knows of this worker. An assigned worker is not announced again.
         self._announced = bool(shared_state.assigned)
         self._selector = selectors.DefaultSelector()
         self._wake = WakePipe()

@@ -68,7 +68,7 @@ class AccountSession:
         self.account = account
         self.broker: Broker | None = None
         self.used_at = time.monotonic()
-        #: Whether a call ended without a clear answer, so that it is pinged before its next use.
+        #: True if a call ended without a clear answer, so that it is pinged before its next use.
         self.suspect = False
         #: Set when the broker refused these credentials: trying again could get the person banned.
         self.refused: errors.LoginRejected | None = None
@@ -83,11 +83,11 @@ class AccountSession:
         self.error: errors.BerthError | None = None
         #: Logins in a row that failed although the broker could be reached.
         self.failures = 0
-        #: Whether this process has had a session of this account.
+        #: True if this process has had a session of this account.
         self.was_open = False
         #: Why there is no session.
         self.lost_because = ""
-        #: Whether the broker's orders were listed since the login, so that requests may be
+        #: True if the broker's orders were listed since the login, so that requests may be
         #: executed.
         self.listed = False
         #: Code of the error with which the last listing failed.
@@ -99,9 +99,9 @@ class AccountSession:
         self.pauses = 0
         #: Tries to list the orders of a live session.
         self.listing_backoff = Backoff(0.2, 5.0)
-        #: Whether the positions were read since the login: only then are the books compared.
+        #: True if the positions were read since the login: only then are the books compared.
         self.positions_known = False
-        #: Whether orders still wait for the orchestrator to compare what was listed since the
+        #: True if orders still wait for the orchestrator to compare what was listed since the
         #: login.
         self.books_awaited = False
         #: Unix ms, by this process's clock: the time of the login, or just after the last report

@@ -31,7 +31,7 @@ class HealthMonitor:
     def __init__(self, shared_state: SharedState, add_event: AddWorkerEvent) -> None:
         self._shared_state = shared_state
         self._add_event = add_event
-        #: What was last reported of each account: its id, its fault, the version that was rejected.
+        #: The last report of each account: its id, its fault, the version that was rejected.
         self._brief: list[tuple[str, str, int]] = []
         shared_state.trouble, shared_state.condition = NO_ERROR, HealthCondition.NEW
         shared_state.accounts = shared_state.accounts_connected = 0

@@ -46,10 +46,10 @@ class _TrackedOrder:
     order: PlaceOrder
     outcome: OrderOutcome
     failure: Failure | None = None
-    #: Whether its submission is known to have begun: by this session, the broker's list or our
+    #: True if its submission is known to have begun: by this session, the broker's list or our
     #: books.
     begun: bool = True
-    #: Whether an event has said that it is filled.
+    #: True if an event has said that it is filled.
     reported_filled: bool = False
     #: Quantity and price that the broker showed last; None: as ordered.
     terms: tuple[int, Decimal | None] | None = None

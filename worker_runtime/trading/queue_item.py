@@ -16,7 +16,7 @@ class QueueItem:
     deadline_ns: int
     #: Generation of Valkey, as the owner key holds it.
     generation: str
-    #: Who may trade, at the time of the pop; halted if the switch is missing.
+    #: Says who may trade, at the time of the pop; halted if the switch is missing.
     switch: UserSwitch = HALTED_SWITCH
     #: The switch is a copy that was written to another server: it says nothing, and the request has
     #: to wait.

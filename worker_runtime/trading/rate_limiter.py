@@ -81,11 +81,11 @@ class CountUnavailable(RateLimited):
 
 class _BudgetWindow(NamedTuple):
     kind: CallKind
-    #: How many calls are spent.
+    #: The number of calls that are spent.
     cost: int
     span_ms: int
     limit: int
-    #: How many calls are allowed in the rest of a day whose count was lost.
+    #: The number of calls that are allowed in the rest of a day whose count was lost.
     reserve: int
 
     @classmethod
@@ -102,7 +102,7 @@ class _BudgetWindow(NamedTuple):
         return cls(kind, cost, span, limit, max(0, int(number * persons) - limit) // 2)
 
 
-#: What a call counts in which window. Shioaji also counts the status update that its list of orders
+#: The cost of a call in each window. Shioaji also counts the status update that its list of orders
 #: needs as an order.
 _WINDOWS = {
     CallKind.LOGIN: {CallKind.LOGIN: 1},
@@ -116,10 +116,10 @@ class _BudgetOwner(NamedTuple):
     """Names whose calls are counted under one key."""
 
     name: str
-    #: How many persons' limits it may use, and of which kinds it may use others.
+    #: The number of persons' limits it may use, and of which kinds it may use others.
     persons: float = 1
     persons_by_kind: Mapping[str, float] = {}
-    #: Whether the calls are counted under an older key as well, which is asked first: then a
+    #: True if the calls are counted under an older key as well, which is asked first: then a
     #: missing count is not a lost one.
     counted_before: bool = False
 

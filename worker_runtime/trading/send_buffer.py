@@ -63,11 +63,11 @@ class SendBuffer:
         self._switches = SwitchReader(shared_state, log)
         self._waiting: deque[Command] = deque()
         self._backoff = Backoff(0.05, 2.0)
-        #: Whether the last journal entry is in Valkey and was written by this session.
+        #: True if the last journal entry is in Valkey and was written by this session.
         self.journaled = False
         #: False if the last answer emptied the queue; the doorbell rings for the next item.
         self.more_to_pop = True
-        #: What `read_switch` last read, and whether that was written to another server.
+        #: The switch that `read_switch` last read, and whether that was written to another server.
         self.switch = HALTED_SWITCH
         self.switch_is_stale = False
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class InstrumentsInput:
-    """One look at which brokers' instruments are due."""
+    """The input of a look at which brokers' instruments are due."""
 
     #: Seconds before a market takes orders at which its load begins.
     lead: float = 5400.0
@@ -48,7 +48,7 @@ class InstrumentsResult:
 
 @dataclass(frozen=True, kw_only=True)
 class InstrumentLoadInput:
-    """One list of one trading day, tried until it is in force."""
+    """The input of a load: the list of one trading day, tried until it is in force."""
 
     broker: str
     day: str
@@ -84,7 +84,7 @@ class LoadInstruments:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOutcome:
-    """How an attempt ended; without `loaded` the list before stays in force."""
+    """Says how an attempt ended; without `loaded` the list before stays in force."""
 
     loaded: bool
     #: Why not.

@@ -17,7 +17,7 @@ class MaintenanceInput:
 
 @dataclass(frozen=True, kw_only=True)
 class Scanned:
-    """What a scan found. The anomalies themselves stay in PostgreSQL."""
+    """Says what a scan found. The anomalies themselves stay in PostgreSQL."""
 
     #: Number of the pass; 0: it was skipped, because the one before is too recent to compare with.
     number: int

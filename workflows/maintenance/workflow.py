@@ -1,4 +1,4 @@
-"""One pass of maintenance: scans all workers, then starts a child for each hundred anomalies.
+"""Runs a pass of maintenance: scans all workers, then starts a child for each hundred anomalies.
 
 A Schedule starts it every minute. The rules are in `activities/maintenance/anomalies.py`: an
 anomaly counts when two passes in quiet times have found it, and the clean-up checks it once more.

@@ -6,7 +6,8 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class MorningInput:
-    """One morning: users of the recent trading days are connected ahead of their market's bell."""
+    """The input of a morning: users of the recent trading days are connected ahead of their
+    market's bell."""
 
     #: Like `2026-11-23`; empty: today in the home zone. Then the work is done by a child
     #: named by the day.

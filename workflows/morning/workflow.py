@@ -48,7 +48,7 @@ class MorningProgress:
     pause: float
     #: The last bell.
     stay_until: float = 0.0
-    #: Of the present group.
+    #: The market of the present group.
     market: str = ""
     later: tuple[BellGroup, ...] = ()
     #: Users whose turn has come; of them, in earlier groups.
@@ -58,7 +58,7 @@ class MorningProgress:
     connected: int = 0
     #: Code → users.
     codes: dict[str, int] = field(default_factory=dict)
-    #: Who waits for another try.
+    #: Users who wait for another try.
     again: tuple[LaterTry, ...] = ()
 
     @classmethod
@@ -124,7 +124,7 @@ class MorningWorkflow:
         self._stay_until = self._retry = 0.0
         #: All users of this run had their turn: who failed is tried again by the next one.
         self._turns_over = False
-        #: Who waits for another try, and how it ended for the others of this run.
+        #: Users who wait for another try, and how it ended for the others of this run.
         self._again: list[LaterTry] = []
         self._outcomes: list[Connected] = []
         self._under_way: set[asyncio.Task[None]] = set()

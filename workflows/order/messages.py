@@ -7,18 +7,18 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class FollowSettings:
-    """How an order is followed. The last three come from the settings."""
+    """Says how an order is followed. The last three come from the settings."""
 
     #: Seconds after the first verification; it doubles.
     first_pause: float = 2.0
     #: Seconds. An unknown order that the broker does not list is verified sooner: as soon as
     #: `absent_after` can be over.
     longest_pause: float = 60.0
-    #: How long it must be impossible to submit an order before it counts as absent, when the
-    #: process that may have submitted it is dead, and when it is alive.
+    #: Seconds for which it must be impossible to submit an order before it counts as absent, when
+    #: the process that may have submitted it is dead, and when it is alive.
     absent_after: float = 60.0
     absent_after_alive: float = 120.0
-    #: How long the broker may be out of reach before a person has to look.
+    #: Seconds that the broker may be out of reach before a person has to look.
     patience: float = 900.0
 
 
@@ -36,7 +36,7 @@ class FollowOrder:
 
 
 class VerificationFinding(StrEnum):
-    """What one verification of an order found."""
+    """Says what a verification of an order found."""
 
     FINAL = "final"  # nothing is left to do
     LISTED = "listed"  # the broker has it, and it is not final

@@ -27,10 +27,10 @@ MAX_STORY_LINES = 20
 #: States in which the broker has not confirmed the order.
 UNCONFIRMED_STATES = frozenset({"accepted", "queued", "submitting", "unknown", "needs_attention"})
 
-#: What the story tells of.
+#: The fields that the story tells of.
 _news = attrgetter("state", "finding", "why_unasked")
 
-#: What a verification found, for people.
+#: The words for people for what a verification found.
 _FOUND: dict[str, str] = {
     VerificationFinding.LISTED: "the broker lists it",
     VerificationFinding.MISSING: "the broker does not list it",
@@ -46,7 +46,7 @@ class OrderStep(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class FollowedOrder:
-    """What one order's workflow knows between two verifications."""
+    """Holds what an order's workflow knows between two verifications."""
 
     checks: int = 0
     state: str = ""

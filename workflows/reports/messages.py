@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class StatementsInput:
-    """One day: each user with an address is sent a statement."""
+    """The input of a day: each user with an address is sent a statement."""
 
     #: Like `2026-11-23`; empty: the last day of the home zone whose orders have ended. Then
     #: the work is done by a child named by the day.

@@ -27,7 +27,7 @@ class Release:
 
     #: Empty: what the orchestrator's settings say.
     version: str = ""
-    #: Of the container; empty: what the settings say.
+    #: The image of the container; empty: what the settings say.
     image: str = ""
 
 
@@ -50,7 +50,7 @@ class RolloutInput:
     #: Seconds between two rounds while free workers are replaced, and while users move.
     pause: float = 2.0
     moving_pause: float = 15.0
-    #: Who asked, for the audit trail.
+    #: The actor in the audit trail: who asked.
     actor: str = ""
     reason: str = ""
     #: Set by continue-as-new only: `workflows.rollout.state.RolloutState` as a plain dict.
@@ -69,7 +69,7 @@ class CheckRelease:
     """Activity `check_release`: gives the pool its release and its surge, and counts."""
 
     pool: str
-    #: What "new" means.
+    #: The release that "new" means.
     release: Release
     #: Workers that the pool keeps ready beyond what it wants.
     surge: int
@@ -93,7 +93,7 @@ class ReleaseSnapshot:
     old: int
     #: Users whose workers are of another version.
     users: int
-    #: What the pool wants ready, without the surge.
+    #: The number of workers that the pool wants ready, without the surge.
     wanted: int
     starting: int = 0
     #: Rounds of launches in a row after which no worker became ready.
@@ -149,7 +149,7 @@ class RolloutView:
     pool: str
     phase: str
     release: Release
-    #: What the pool had before.
+    #: The release that the pool had before.
     before: Release = field(default_factory=Release)
     #: Unix seconds; users may stay where they are until the deadline.
     began_at: float

@@ -32,7 +32,7 @@ _MOVING = {
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutStep:
-    """What to do after one check of the pool."""
+    """Says what to do after a check of the pool."""
 
     #: Free workers of other versions to end now.
     retire: int = 0

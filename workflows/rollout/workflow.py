@@ -1,4 +1,4 @@
-"""One rollout of a pool, `rollout-{pool}`: moves free workers and users to a version, or back.
+"""Runs a rollout of a pool, `rollout-{pool}`: moves free workers and users to a version, or back.
 
 Every few seconds it checks the pool and does what `state.py` says. It gives the pool the
 version and a surge; the pool launches, and this workflow ends free workers of other

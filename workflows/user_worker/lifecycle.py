@@ -104,10 +104,11 @@ class WorkerLifecycle:
         self.reload_cause = ""
         #: The worker has to be checked.
         self.suspect = False
-        #: What this run knows of its worker may be old: it was adopted, or the run was reset to an
-        #: earlier event. It is checked at once, and a start that waits is answered after the check.
+        #: True if what this run knows of its worker may be old: it was adopted, or the run was
+        #: reset to an earlier event. It is checked at once, and a start that waits is answered
+        #: after the check.
         self.unsure = False
-        #: What the watcher said when it saw the mark expire; None: it did not.
+        #: The report of the watcher when it saw the mark expire; None: it did not.
         self.unmarked: WorkerUnmarked | None = None
         #: Why the worker cannot get its broker back, as it reported; empty: it did not.
         self.given_up = ""

@@ -145,7 +145,7 @@ class MoveWhenQuiet:
 
     #: A later worker of the user is left alone.
     worker_id: str
-    #: Of its successor; only for the reason shown.
+    #: The version of its successor; only for the reason shown.
     version: str
     #: Unix seconds at which it moves, quiet or not.
     deadline: float
@@ -200,13 +200,13 @@ class UserWorkerFacts:
     worker: WorkerRef | None = None
     #: Connects tried with the present worker.
     attempts: int = 0
-    #: Of the last known order or control message.
+    #: The time of the last known order or control message.
     last_activity: float = 0.0
-    #: What is last known of the broker connections: "well" (healthy), or "degraded: …" with the
+    #: The last known state of the broker connections: "well" (healthy), or "degraded: …" with the
     #: reason.
     health: str = ""
     health_at: float = 0.0
-    #: What went wrong with the last reload of credentials; empty: nothing.
+    #: Says what went wrong with the last reload of credentials; empty: nothing.
     note: str = ""
     reason: str = ""
 
@@ -232,7 +232,7 @@ class ClaimRequest:
     pool: str
     claim_id: str
     connect_timeout: float
-    #: How long to wait for the worker's first reply before the answer is `connecting`.
+    #: Seconds to wait for the worker's first reply before the answer is `connecting`.
     reply_wait: float = 1.5
     #: The first claim of a run: if the user's workers
     #: crashed recently, the answer is `back_off`, once.
@@ -358,7 +358,7 @@ class ReloadRequest:
     worker: WorkerRef
     reload_id: str
     timeout: float = 20.0
-    #: Who asked, for the audit trail: "signal", "update", "session replaced".
+    #: Says who asked, for the audit trail: "signal", "update", "session replaced".
     cause: str = "signal"
 
 

@@ -42,7 +42,8 @@ MAX_STAY_S = 4 * 3600.0
 MAX_RELOAD_ATTEMPTS = 3
 
 
-#: What may follow a state. Everything before Active may be cut short by a shutdown (Draining).
+#: The states that may follow a state. Everything before Active may be cut short by a shutdown
+#: (Draining).
 ALLOWED: dict[WorkerState, frozenset[WorkerState]] = {
     WorkerState.POOL_IDLE: frozenset({WorkerState.CLAIMED, WorkerState.DRAINING}),
     WorkerState.CLAIMED: frozenset(

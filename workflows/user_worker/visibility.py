@@ -29,7 +29,7 @@ MAX_TRANSITIONS_PER_WRITE = 100
 #: Transitions kept while they cannot be written: a state that changes every 10 s for more than an
 #: hour, and far below what continue-as-new may carry (2 MB).
 MAX_PENDING_TRANSITIONS = 500
-#: What makes links, pictures and code.
+#: The characters that make links, pictures and code.
 _MARKUP = re.compile(r"[\\`\[\]<>]")
 #: Characters of a reason.
 MAX_REASON_LENGTH = 500

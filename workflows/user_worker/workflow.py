@@ -57,7 +57,7 @@ from workflows.user_worker.lifecycle import SharedFuture, StartFailed, WorkerLif
 from workflows.user_worker.startup import CrashedTooOften, NothingToAdopt, start_worker
 from workflows.user_worker.visibility import Timeline
 
-#: What `run` does next: one transition, or one check, of the lifecycle.
+#: The next work of `run`: one transition, or one check, of the lifecycle.
 Step = Callable[[], Coroutine[Any, Any, None]]
 
 #: Characters of a reason that somebody gives.

@@ -77,7 +77,8 @@ class SetRelease:
 
 @dataclass(frozen=True, kw_only=True)
 class KeptPool:
-    """What operators have set for a pool, and its last good release: PostgreSQL keeps it, too."""
+    """Holds what operators have set for a pool, and its last good release: PostgreSQL keeps it,
+    too."""
 
     #: Grows with each change: the newer of two counts.
     number: int = 0
@@ -107,7 +108,7 @@ class CountPool:
     #: Tokens of the launches under way: their workers are left out of the count.
     launching: tuple[str, ...] = ()
     launch_timeout: float = 30.0
-    #: For windows and demand.
+    #: The policy for windows and demand.
     policy: PoolPolicy = field(default_factory=PoolPolicy)
 
 
@@ -159,7 +160,7 @@ class StopPoolWorkers:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolFigures:
-    """What a pool knows of its workers and launches."""
+    """Holds what a pool knows of its workers and launches."""
 
     #: By an operator: nothing is launched, and workers leave only by a claim.
     paused: bool = False
@@ -167,7 +168,7 @@ class PoolFigures:
     starting: int = 0
     in_use: int = 0
     claims: int = 0
-    #: How many free workers there should be as of the last count, and why.
+    #: The number of free workers that there should be as of the last count, and why.
     wanted: int = 0
     reasons: tuple[str, ...] = ()
     launches: int = 0
@@ -198,7 +199,7 @@ class PoolView(PoolFigures):
     policy: PoolPolicy = field(default_factory=PoolPolicy)
     configured: PoolPolicy | None = None
     revision: int = 0
-    #: Of new workers.
+    #: The release of new workers.
     release: Release = field(default_factory=Release)
     #: The last release of which a worker became ready; None: none did yet.
     good: Release | None = None

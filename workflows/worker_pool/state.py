@@ -91,7 +91,7 @@ class PoolState(PoolFigures):
     #: Tokens of launches whose outcome is unknown: each is launched again before any new one, and
     #: counts as under way meanwhile (exact-pool).
     unsettled: tuple[str, ...] = ()
-    #: Of new workers; empty: what the settings say.
+    #: The version and image of new workers; empty: what the settings say.
     version: str = ""
     image: str = ""
     #: Version and image of the last release of which a worker became ready; None: not known.

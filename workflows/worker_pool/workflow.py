@@ -73,11 +73,11 @@ class WorkerPoolWorkflow:
         self._uncounted = 0
         self._renew = False
         self._shown = ""
-        #: Whether this run knows what PostgreSQL keeps: one that continues another does.
+        #: True if this run knows what PostgreSQL keeps: one that continues another does.
         self._known = given.carried is not None
         self._was_reset = False
-        #: What was last compared with the state, and the number under which PostgreSQL has it; -1:
-        #: not known.
+        #: The settings that were last compared with the state, and the number under which
+        #: PostgreSQL has them; -1: not known.
         self._compared = self._keepable()
         self._written = -1
         self._keeping: asyncio.Task[None] | None = None

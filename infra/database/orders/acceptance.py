@@ -47,8 +47,8 @@ class NewOrder(CheckedTerms):
     #: The request that this order is a part of, if there was one: a reversal, a webhook, a closed
     #: position.
     origin: str = ""
-    #: What an order of unknown outcome blocks: further orders of its account in the same `symbol`,
-    #: all orders of the `account`, or nothing (`off`).
+    #: Says what an order of unknown outcome blocks: further orders of its account in the same
+    #: `symbol`, all orders of the `account`, or nothing (`off`).
     unknown_blocks: str = "symbol"
     #: The context of its trace (`traceparent`); '' if it is not traced. Kept with its first event.
     trace: str = ""
@@ -61,7 +61,7 @@ class OrderBounds(NamedTuple):
     #: order with `allow_duplicate`): the order is accepted even if it is a duplicate, and later
     #: duplicates within the window are refused. An order that ended unfilled has no duplicates.
     duplicate_window_s: float = 0.0
-    #: For the worker (see `PlaceOrder`).
+    #: Limits for the worker (see `PlaceOrder`).
     price_band: Decimal | None = None
     most_price: Decimal | None = None
 

@@ -37,7 +37,7 @@ class ResolutionInvalid(BerthError, code="RESOLUTION_INVALID", status=422):
 
 @dataclass(frozen=True, kw_only=True)
 class Resolution:
-    """How an order ended, as a person found out at the broker."""
+    """Says how an order ended, as a person found out at the broker."""
 
     state: OrderState
     #: Lots.

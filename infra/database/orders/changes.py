@@ -27,9 +27,9 @@ class OrderChange:
     price: Decimal | None
     generation: str
     deadline_at: datetime
-    #: Of the first worker that can have got it.
+    #: The epoch of the first worker that can have got it.
     first_epoch: int = 0
-    #: Of another price, for the worker (`ReplaceOrder`).
+    #: The band of another price, for the worker (`ReplaceOrder`).
     price_band: Decimal | None = None
 
     def asks_the_same(self, other: Self) -> bool:

@@ -47,7 +47,7 @@ class StandingRow(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderStanding:
-    """What is known of one order. The fields are columns of its row."""
+    """Holds what is known of an order. The fields are columns of its row."""
 
     state: OrderState
     reason_code: str | None

@@ -24,8 +24,8 @@ from worker_runtime.protocol.messages import OrderEvent, OrderOutcome, OrderStat
 
 _RANKS = msgspec.json.encode({state.value: place for state, place in RANK.items()}).decode()
 _ALL_STATES = tuple(OrderState)
-#: How long after the end of its worker a fill may reach Valkey. What a worker's keys sign later
-#: than that is for a person to look at.
+#: The time after the end of its worker within which a fill may reach Valkey. A person has to look
+#: at what a worker's keys sign later than that.
 MAX_EVENT_DELAY = timedelta(days=1)
 #: Events of an order that are read, the last ones. No order has as many fills, but its worker may
 #: say so.
@@ -98,7 +98,7 @@ _OF_OURS = f"""
                                         where kept.user_id = given.user_id), 0) as expired
     from given join ours on ours.id = given.order_id and ours.user_id = given.user_id
 """  # noqa: S608 - constants of ours
-#: One row for each event that counts, even if the batch has it twice.
+#: Has a row for each event that counts, even if the batch has it twice.
 _KNOWN = "select distinct on (event_id) * from of_ours where not expired order by event_id, place"
 #: Stores them. Has no row for an event that was stored before.
 _NOTED = """
@@ -109,17 +109,17 @@ _NOTED = """
 """
 #: The events that are new.
 _FRESH = "select known.* from known join noted using (event_id)"
-#: For each order, the state that is furthest among its new events.
+#: Has for each order the state that is furthest among its new events.
 _FURTHEST = """
   select distinct on (order_id) order_id, state, rank, reason
     from fresh order by order_id, rank desc, place
 """
-#: For each order, the largest fill among its new events.
+#: Has for each order the largest fill among its new events.
 _FULLEST = """
   select distinct on (order_id) order_id, filled_quantity, average_price
     from fresh order by order_id, filled_quantity desc, place
 """
-#: For each order, the broker's id, if one of its new events has it.
+#: Has for each order the broker's id, if one of its new events has it.
 _NAMED = "select order_id, min(broker_order_id) as broker_order_id from fresh group by order_id"
 #: Moves each order forward.
 _MOVED = f"""
@@ -159,7 +159,8 @@ select (select array_agg(event_id) from noted) as fresh,
 _RECORD_ALONE = SingleStatement(_RECORD)
 
 
-#: What `orders_behind` reads: not whole rows, which a later read in the same session would reuse.
+#: The columns that `orders_behind` reads: not whole rows, which a later read in the same session
+#: would reuse.
 _STANDING_COLUMNS = (
     Order.id,
     Order.state,

@@ -12,7 +12,7 @@ answer.
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES, OrderState
 
-#: How far each state is along. A late or repeated event never moves an order back.
+#: The rank of each state: how far it is along. A late or repeated event never moves an order back.
 RANK = {
     OrderState.ACCEPTED: 0,  # written here, perhaps queued
     OrderState.QUEUED: 1,

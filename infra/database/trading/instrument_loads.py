@@ -1,4 +1,4 @@
-"""How the instruments of a broker come into their table: the account that lists them, loads, and
+"""Brings the instruments of a broker into their table: the account that lists them, loads, and
 changed lots that wait for an operator.
 
 A load stages the pages of a list in a table that no check reads. `switch_list` puts the whole list
@@ -40,7 +40,7 @@ from worker_runtime.protocol.order_terms import OrderLot
 
 #: A list with fewer instruments than this share of the listed ones is refused.
 MIN_LIST_SHARE = 0.5
-#: Who puts lists in force, in the audit trail.
+#: The actor in the audit trail that puts lists in force.
 ACTOR = "instruments"
 #: Minutes that an attempt may take (`workflows.calls.load_instruments`).
 MAX_LOAD_MIN = 20
@@ -83,7 +83,7 @@ class InstrumentChangeNotFound(BerthError, code="INSTRUMENT_CHANGE_NOT_FOUND", s
 
 @dataclass(frozen=True, kw_only=True)
 class SwitchedList:
-    """What a list changed. All are counts of instruments."""
+    """Says what a list changed. All are counts of instruments."""
 
     instruments: int
     added: int

@@ -27,7 +27,7 @@ class InstrumentNotFound(BerthError, code="INSTRUMENT_NOT_FOUND", status=404):
 
 @dataclass(frozen=True, kw_only=True)
 class InstrumentSearch:
-    """What is searched for; a field that is empty restricts nothing."""
+    """Says what is searched for; a field that is empty restricts nothing."""
 
     broker: str = ""
     #: The beginning of a code, or a part of a name; the case of letters does not matter.

@@ -23,7 +23,8 @@ class AccountUsage:
     broker_type: str
     limits: AccountLimits
     tags: int
-    #: Of a live account whose orders a certificate signs; None: there is none, or it is not known.
+    #: The end of the certificate that signs the orders of a live account; None: there is none, or
+    #: it is not known.
     certificate_expires_at: datetime | None = None
 
 

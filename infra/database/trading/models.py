@@ -60,8 +60,8 @@ class AccountLimits(Base):
 
 
 class QuantityChangeConfirmation(Base):
-    """What a quantity change was seen to mean at a broker, by version of its SDK, kind of lot and
-    mode."""
+    """Stores what a quantity change was seen to mean at a broker, by version of its SDK, kind of
+    lot and mode."""
 
     __tablename__ = "quantity_change_confirmations"
     __table_args__ = (
@@ -74,7 +74,7 @@ class QuantityChangeConfirmation(Base):
     futures: Mapped[bool] = mapped_column(primary_key=True)
     simulation: Mapped[bool] = mapped_column(primary_key=True)
     meaning: Mapped[str] = mapped_column(String(16))
-    #: What the broker showed before and after, without credentials.
+    #: The broker's view before and after, without credentials.
     evidence: Mapped[dict[str, Any]]
     actor: Mapped[str] = mapped_column(String(128))
     at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
@@ -148,20 +148,20 @@ class Webhook(Base):
     previous_secret_until: Mapped[datetime | None]
     user_id: Mapped[str] = mapped_column(String(64))
     account_id: Mapped[str] = mapped_column(String(64))
-    #: What a person calls it.
+    #: The name that a person gives it.
     label: Mapped[str] = mapped_column(String(128), server_default="")
     #: Addresses or networks that may post; empty means all.
     sources: Mapped[list[str]] = mapped_column(ARRAY(String(64)), server_default="{}")
     #: Seconds that a signal's own time may differ from ours.
     window_s: Mapped[int] = mapped_column(server_default=text("60"))
-    #: What a signal's quantity counts for stocks; null: nobody has confirmed it, so it counts lots.
+    #: The unit of a signal's quantity for stocks; null: nobody has confirmed it, so it counts lots.
     quantity_unit: Mapped[str | None] = mapped_column(String(16))
-    #: What becomes of shares beyond full lots.
+    #: Says what becomes of shares beyond full lots.
     odd: Mapped[str] = mapped_column(String(16), server_default="refuse")
     #: `open`: an entry closes the other side and opens its quantity. `delta`: both come out of its
     #: quantity.
     entry_mode: Mapped[str] = mapped_column(String(16), server_default="open")
-    #: What becomes of a limit price between two ticks: `safe` rounds a buy down and a sale up.
+    #: Says what becomes of a limit price between two ticks: `safe` rounds a buy down and a sale up.
     price_rounding: Mapped[str] = mapped_column(String(16), server_default="safe")
     created_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
     #: The API key that made it; null for those of before.
@@ -228,8 +228,8 @@ class WebhookCall(Base):
     digest: Mapped[str | None] = mapped_column(String(64))
     #: The signal as it was sent, without its secret.
     signal: Mapped[dict[str, Any] | None]
-    #: What it meant when it came, stored before anything is placed: contract, unit, quantity in
-    #: that unit.
+    #: The meaning of the signal when it came, stored before anything is placed: contract, unit,
+    #: quantity in that unit.
     symbol: Mapped[str | None] = mapped_column(String(32))
     unit: Mapped[str | None] = mapped_column(String(16))
     quantity: Mapped[int | None]
@@ -237,7 +237,7 @@ class WebhookCall(Base):
     #: (`planning.SignalPlan`).
     settings: Mapped[dict[str, Any] | None]
     plan: Mapped[dict[str, Any] | None]
-    #: What it waits in line for: the symbol of a stock or an option, the product of a future.
+    #: The queue in which it waits: the symbol of a stock or an option, the product of a future.
     lane: Mapped[str | None] = mapped_column(String(32))
     state: Mapped[str] = mapped_column(String(16))
     #: It is not begun after this time, which counts from its receipt.
@@ -250,7 +250,7 @@ class WebhookCall(Base):
     #: A sentence about the outcome; while it waits: what is in its way.
     reason: Mapped[str | None] = mapped_column(String(500))
     order_ids: Mapped[list[uuid.UUID]] = mapped_column(ARRAY(Uuid), server_default="{}")
-    #: How often the same signal came again.
+    #: The number of times that the same signal came again.
     repeats: Mapped[int] = mapped_column(server_default=text("0"))
     #: Milliseconds from its receipt to the answer.
     answered_ms: Mapped[int | None]
@@ -325,7 +325,7 @@ class InstrumentSource(Base):
 
 
 class InstrumentLoad(Base):
-    """One attempt to load a broker's instruments.
+    """An attempt to load a broker's instruments.
 
     States: `running`, and the final ones `loaded` (its list is in force), `refused` (the list was
     empty, much smaller than before, or had a value that cannot be) and `failed` (no list was to be

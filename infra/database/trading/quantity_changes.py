@@ -1,5 +1,5 @@
-"""What quantity changes were seen to mean at a broker,
-by people with keys (`berth broker check`)."""
+"""Stores what quantity changes were seen to mean at a broker, by people with keys
+(`berth broker check`)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from worker_runtime.protocol.requests import ConfirmedQuantityChange, QuantityMe
 
 @dataclass(frozen=True, kw_only=True)
 class SeenQuantityChange:
-    """One quantity change as `berth broker check` saw it."""
+    """A quantity change as `berth broker check` saw it."""
 
     broker: str
     sdk_version: str
@@ -25,7 +25,7 @@ class SeenQuantityChange:
     futures: bool
     simulation: bool
     meaning: QuantityMeaning
-    #: What the broker showed before and after, without credentials.
+    #: The broker's view before and after, without credentials.
     evidence: Mapping[str, Any]
 
 

@@ -43,7 +43,7 @@ class ReconciliationNotFound(BerthError, code="RECONCILIATION_NOT_FOUND", status
 class EarlierComparisons:
     #: There was a complete comparison.
     begun: bool = False
-    #: Whether a complete comparison had shares beyond full lots.
+    #: True if a complete comparison had shares beyond full lots.
     odd_known: bool = False
     #: Shares by symbol that are known apart from our fills: held before Berth, or accepted by
     #: a person.

@@ -29,8 +29,8 @@ MAX_KEPT_REFUSALS = 200
 #: Outcomes of strangers' calls, which had no secret of the webhook or came from elsewhere. An owner
 #: cannot do anything about them, and anyone who has found the address can make any number of them.
 STRANGERS_OUTCOMES = ("WEBHOOK_SECRET_WRONG", "SOURCE_NOT_ALLOWED")
-#: What the release before answers to a repeat
-#: of a signal that this one carries out: try again later.
+#: The answer of the release before to a repeat of a signal that this one carries out: try again
+#: later.
 BARRED = "WEBHOOK_BUSY: a newer release carries this signal out"
 
 QUEUED, RUNNING, DONE, REFUSED = "queued", "running", "done", "refused"

@@ -36,7 +36,7 @@ class HeldSwitch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TradingScope:
-    """What a switch applies to: everybody, one user, or one account."""
+    """Says what a switch applies to: everybody, one user, or one account."""
 
     user_id: str = ""
     account_id: str = ""

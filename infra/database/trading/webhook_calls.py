@@ -80,7 +80,7 @@ class WebhookFailures:
     user_id: str
     #: The first `MAX_FAILURES_NAMED`, the oldest first.
     calls: Sequence[WebhookCall]
-    #: Of all of them.
+    #: The number of all of them.
     count: int
 
 

@@ -1,4 +1,4 @@
-"""What maintenance reads of the assignments of workers, and how it closes those that are over."""
+"""Reads what maintenance needs of the assignments of workers, and closes those that are over."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -11,7 +11,7 @@ from infra.database.models import WorkerSession
 
 
 class AssignmentRow(NamedTuple):
-    """One row of `worker_sessions`, as far as maintenance needs it."""
+    """A row of `worker_sessions`, as far as maintenance needs it."""
 
     claim_id: str
     user_id: str

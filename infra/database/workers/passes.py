@@ -19,8 +19,8 @@ LAUNCHER_UNREAD = "the launcher could not be read"
 
 
 class MaintenancePass(Base):
-    """One pass of maintenance over all workers:
-    its suspects, the confirmed ones, and what was done."""
+    """A pass of maintenance over all workers: its suspects, the confirmed ones, and what was
+    done."""
 
     __tablename__ = "maintenance_passes"
 
@@ -56,7 +56,7 @@ class MaintenancePass(Base):
 
 
 class Suspect(msgspec.Struct, frozen=True):
-    """One anomaly. Two passes have seen the same one when all its fields are equal."""
+    """An anomaly. Two passes have seen the same one when all its fields are equal."""
 
     kind: str
     why: str
@@ -73,7 +73,7 @@ class Suspect(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, kw_only=True)
 class PassBasis:
-    """What must be equal in two passes before their common suspects are acted on."""
+    """Holds what must be equal in two passes before their common suspects are acted on."""
 
     #: Valkey's generation, and the id of its process.
     generation: str = ""
@@ -84,7 +84,7 @@ class PassBasis:
 
 @dataclass(frozen=True, kw_only=True)
 class PassRecord:
-    """One pass over all workers, as it was recorded."""
+    """A pass over all workers, as it was recorded."""
 
     id: int
     place: PassBasis

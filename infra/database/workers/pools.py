@@ -1,4 +1,4 @@
-"""What operators have set for each pool, so that it outlives the pool's workflow."""
+"""Keeps what operators have set for each pool, so that it outlives the pool's workflow."""
 
 from typing import Any
 

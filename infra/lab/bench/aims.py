@@ -1,4 +1,4 @@
-"""What each benchmark aims at, and whether it was met.
+"""Says what each benchmark aims at, and whether it was met.
 
 The aims are for 2 cores with nothing else on them. A benchmark that misses one ends with exit code
 1, on a busy machine, too: the figures say by how much. An aim is changed only by an issue that says

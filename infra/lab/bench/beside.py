@@ -45,7 +45,7 @@ _BLOCKS_AND_BLOCK_SIZE = {"order": (80, 25), "claim": (60, 1)}
 
 
 class MeasuredCheckout:
-    """One of the two systems, in a process of its own."""
+    """Runs one of the two systems, in a process of its own."""
 
     def __init__(
         self, checkout: Path, work: str, total: int, *, timeout_s: float = _WORK_TIMEOUT_S
@@ -152,7 +152,7 @@ def run(
             **figures.milliseconds(
                 [duration for times in times_of_blocks for duration in times], 50, 99
             ),
-            #: Of one piece of work, with what its system does while it rests.
+            #: The CPU time of one piece of work, with what its system does while it rests.
             "cpu_ms": cpu[name],
         }
         for name, times_of_blocks in taken.items()

@@ -77,7 +77,7 @@ class MemoryHog:
         self._image = image
         self._over = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._eat()))
-        #: How many the kernel has killed.
+        #: The number of containers that the kernel has killed.
         self.killed = 0
 
     def __enter__(self) -> MemoryHog:

@@ -46,13 +46,13 @@ _STALL_TIME_S = 6.0
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryRound:
-    """One kill and what followed. Seconds from the kill."""
+    """Describes a kill and what followed. Seconds from the kill."""
 
     killed: WorkerKill
     active: float
     #: When the order that was sent right after the kill was answered.
     answered: float
-    #: How it was answered: a state such as `filled`, or `refused`.
+    #: The answer to it: a state such as `filled`, or `refused`.
     outcome: str
 
 

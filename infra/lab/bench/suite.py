@@ -1,4 +1,5 @@
-"""What `berth bench …` does: runs the benchmarks, prints their tables and aims, writes the figures.
+"""Does what `berth bench …` does: runs the benchmarks, prints their tables and aims, writes the
+figures.
 
 A benchmark whose aim is missed fails: its exit code is 1.
 """
@@ -40,12 +41,12 @@ from worker_runtime.protocol.errors import BerthError
 
 @dataclass(frozen=True, kw_only=True)
 class Benchmark:
-    """What it measures, how that is shown, and what it must reach."""
+    """Says what a benchmark measures, how that is shown, and what it must reach."""
 
     run: Callable[..., dict[str, Any]]
     table: Callable[[dict[str, Any]], None]
     aims: Sequence[aims.Aim]
-    #: Whether `run` shows how far it is: it gets `say`.
+    #: True if `run` shows how far it is: it gets `say`.
     is_long: bool = True
 
 

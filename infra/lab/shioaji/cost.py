@@ -1,4 +1,4 @@
-"""What Shioaji's SDK costs without a login: `python -m infra.lab.shioaji.cost [SESSIONS]`.
+"""Measures what Shioaji's SDK costs without a login: `python -m infra.lab.shioaji.cost [SESSIONS]`.
 
 Forks processes that import the SDK and make its client, in a network of their own with
 nothing but a loopback, so that nobody ever talks to the broker. Not measured, since it takes

@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import pkcs12
 from cryptography.x509.oid import NameOID
 
-#: What an API key of the lab begins with; the account's id follows. The real SDK refuses such a key
+#: The beginning of an API key of the lab; the account's id follows. The real SDK refuses such a key
 #: before it asks anybody, so that a worker without the stand-in logs in nowhere.
 _KEY_PREFIX = "standin."
 #: Shioaji's secret keys are base58 of at least ten characters.

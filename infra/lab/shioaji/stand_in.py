@@ -45,7 +45,7 @@ from worker_runtime.protocol.order_terms import OrderCondition, OrderLot
 _CALL_TIMEOUT_S = 30.0
 #: Seconds after the answer at which an order's acceptance is reported.
 _ACCEPTED_AFTER_S = 0.05
-#: Of the day on which terms were updated.
+#: The zone of the day on which terms were updated.
 _TAIPEI_ZONE = timezone(timedelta(hours=8))
 _STATUS = {
     OrderState.SUBMITTED: "Submitted",
@@ -111,7 +111,8 @@ class ExchangeLink(PaperConnection):
 
 
 class StandInClient:
-    """One session. Its methods have the names and parameters of the SDK's `Shioaji`."""
+    """A session of the stand-in.
+    Its methods have the names and parameters of the SDK's `Shioaji`."""
 
     def __init__(
         self,

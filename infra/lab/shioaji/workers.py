@@ -1,4 +1,4 @@
-"""What workers cost that trade at the stand-in for Shioaji:
+"""Measures what workers cost that trade at the stand-in for Shioaji:
 `python -m infra.lab.shioaji.workers [WORKERS]`.
 
 The processes, the SDK's import and its order classes are real; its client is the stand-in, so the

@@ -26,8 +26,8 @@ MAX_PIDS = 256
 #: Its two writable folders, /tmp and /dev/shm, are in memory that counts as its own. In the second
 #: the SDK's log and contracts take about 20 MiB (`worker_runtime/brokers/shioaji/files.py`).
 TMPFS, SHM_BYTES = "rw,nosuid,nodev,noexec,size=64m,mode=1777", 64 * 1024 * 1024
-#: What a worker may write before its oldest lines go.
-#: It continues when the daemon does not take its lines.
+#: Limits what a worker may write before its oldest lines go. It continues when the daemon does not
+#: take its lines.
 LOG = {
     "Type": "json-file",
     "Config": {"max-size": "4m", "max-file": "2", "mode": "non-blocking", "max-buffer-size": "1m"},

@@ -31,7 +31,7 @@ Document = dict[str, Any]
 
 
 class DockerEngine:
-    """One daemon, over its Unix socket. Use it as a context manager, in one event loop.
+    """Calls a daemon over its Unix socket. Use it as a context manager, in one event loop.
 
     Every call raises `LauncherUnreachable` when the daemon
     does not answer, or answers something unexpected.

@@ -90,7 +90,7 @@ class DockerPosition:
 
 @dataclass(eq=False, repr=False)
 class DockerExits:
-    """One listener; use it as a context manager."""
+    """Listens for the exits of a fleet's containers; use it as a context manager."""
 
     engine: DockerEngine
     labels: Mapping[str, str]

@@ -134,7 +134,7 @@ class EcsLauncher:
         #: When the last full listing began, and when the queue last answered (monotonic seconds).
         self._listed_at = self._fed_at = float("-inf")
         self._listing = asyncio.Lock()
-        #: One launch of a worker at a time: ECS itself would run two.
+        #: Locks that allow one launch of a worker at a time: ECS itself would run two.
         self._launching: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         #: Exits that are not handled yet, in the order in which they are reported.
         self._unhandled: dict[str, TaskExit] = {}

@@ -21,7 +21,7 @@ MAX_EXITS_REMEMBERED = 20_000
 
 @dataclass(frozen=True, kw_only=True)
 class SeenTask:
-    """One task as one answer or event describes it."""
+    """A task as an answer or event describes it."""
 
     task: Task
     #: Grows with each change of the task; 0 where the source does not say.

@@ -63,7 +63,7 @@ _MAX_LINE_BYTES = 16 * 1024 * 1024
 _MAX_REMEMBERED_IDS = 4096
 #: Seconds to wait for the reader thread to end.
 _READER_END_TIMEOUT_S = 0.4
-#: What the exchange takes of our request as it is.
+#: The fields that the exchange takes of our request as they are.
 _SENT_FIELDS = (
     "symbol",
     "side",
@@ -293,7 +293,7 @@ def open_session(
 
 
 class PaperBroker:
-    """One session with the paper exchange at `address` (`host:port`), for one of its accounts."""
+    """A session with the paper exchange at `address` (`host:port`), for one of its accounts."""
 
     def __init__(self, address: str, account: str, client: str, on_order: OnOrderChanged) -> None:
         self._address = address

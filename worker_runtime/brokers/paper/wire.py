@@ -49,8 +49,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="plac
     open_close: OpenClose = OpenClose.AUTO
     #: The client's tag of the order, at most 6 characters; the ledger keeps it.
     tag: str
-    #: For the ledger only, so that tests can compare it with the database. A real broker has no
-    #: such field.
+    #: A note for the ledger only, so that tests can compare it with the database. A real broker has
+    #: no such field.
     client_note: str = ""
 
 

@@ -98,7 +98,7 @@ def open_session(
 
 
 class ShioajiBroker:
-    """One login, used for the one account of `key`."""
+    """A login, used for the one account of `key`."""
 
     def __init__(
         self, key: ConnectionKey, on_order: OnOrderChanged, load: Callable[[], Any] = load_sdk
@@ -119,11 +119,11 @@ class ShioajiBroker:
         #: Unix seconds at which the active certificate expires: the earliest, from which we warn,
         #: and the latest that the SDK may mean, from which we refuse.
         self._certificate_warning_end = self._certificate_ends = math.inf
-        #: Whether the SDK has refused to activate the certificate because it has expired.
+        #: True if the SDK has refused to activate the certificate because it has expired.
         self._certificate_refused = False
         #: The last of `_CERTIFICATE_WARNING_DAYS` that was logged.
         self._certificate_warned: int | None = None
-        #: Whether the login has no other account of this type.
+        #: True if the login has no other account of this type.
         self._is_only_account = False
         self._down: str | None = None
         #: CLOCK_MONOTONIC seconds until which the broker wants no call.

@@ -23,7 +23,7 @@ class _Deal:
 
 
 class DealIds:
-    """What is known of the sources' ids, for all orders of an account."""
+    """Holds what is known of the sources' ids, for all orders of an account."""
 
     agree = False
 

@@ -36,7 +36,7 @@ def remove_stale_folders(place: Path = MEMORY) -> None:
 
 
 class SessionFiles:
-    """One folder a process, because the SDK learns of it from the environment."""
+    """Holds the only folder of a process: the SDK learns of it from the environment."""
 
     def __init__(self) -> None:
         self.folder = private_folder()

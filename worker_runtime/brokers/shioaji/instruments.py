@@ -27,7 +27,8 @@ _CONTRACTS_PER_BATCH = 50
 _MAX_MISSING_SHARE = 0.1
 #: Units of a lot of warrants, whose terms do not say it (TWSE Operating Rules, article 59).
 _WARRANT_LOT_UNITS = 1000
-#: Whether a share may be bought and sold on a day: `OnlyBuy` means that the purchase comes first.
+#: Tells whether a share may be bought and sold on a day: `OnlyBuy` means that the purchase comes
+#: first.
 _DAY_TRADE = {"Yes": True, "OnlyBuy": True, "No": False}
 _KINDS = {"FUT": InstrumentKind.FUTURE, "OPT": InstrumentKind.OPTION}
 #: Characters that the fields of an instrument may have.

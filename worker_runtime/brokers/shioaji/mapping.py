@@ -40,7 +40,7 @@ PAUSE_S = 60.0
 REFUSED_VERSION_RETRY_INTERVAL_S = 3600.0
 #: The broker's zone. A time without a zone is in this one, or in UTC.
 TAIPEI = timezone(timedelta(hours=8))
-#: What the real broker keeps of our tag.
+#: The characters that the real broker keeps of our tag.
 MAX_TAG_LENGTH = 6
 
 _REFUSES_LOGIN = frozenset(

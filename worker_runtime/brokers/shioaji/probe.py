@@ -1,5 +1,5 @@
-"""What `berth broker check` reads and sends past the broker port:
-the SDK's own fields, without ids."""
+"""Reads and sends what `berth broker check` needs past the broker port: the SDK's own fields,
+without ids."""
 
 import time
 from collections.abc import Mapping

@@ -38,7 +38,7 @@ _REMOVE_INTERVAL_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """One process, whatever later has its id."""
+    """Identifies a process, whatever later has its id."""
 
     pid: int
     parent: int
@@ -108,7 +108,7 @@ class JobGroups:
         self._groups = groups
         self._lock = _open_folder(groups.folder)
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        #: What the thread has to do: an entrance, a group that is to be removed; None: to end.
+        #: The tasks of the thread: an entrance, a group that is to be removed; None: to end.
         self._tasks: SimpleQueue[_GroupEntrance | MemoryGroup | None] = SimpleQueue()
         self._entries: SimpleQueue[GroupEntry] = SimpleQueue()
         self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)

@@ -84,7 +84,8 @@ _MAX_IDLE_SHARED_CHILDREN = 8
 _MAX_JOBS_PER_SHARED_CHILD = 1000
 #: Bytes of a manifest; beyond them the fork server is not believed.
 _MAX_MANIFEST_BYTES = 4 * 1024 * 1024
-#: What a child inherits of the runner's environment, besides what the configuration names.
+#: The variables that a child inherits of the runner's environment, besides what the configuration
+#: names.
 _INHERITED_VARIABLES = (
     "PATH",
     "LANG",

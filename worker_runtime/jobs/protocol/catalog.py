@@ -39,7 +39,7 @@ _Address = Annotated[
 ]
 #: E.164.
 _Phone = Annotated[str, msgspec.Meta(pattern=r"^\+[1-9]\d{6,14}\Z")]
-#: What Twilio takes as one message.
+#: A text that Twilio takes as one message.
 _Text = Annotated[str, msgspec.Meta(min_length=1, max_length=1600)]
 _Word = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 _Values = Annotated[
@@ -193,7 +193,7 @@ class SendPush(msgspec.Struct, frozen=True, kw_only=True):
     token: Annotated[str, msgspec.Meta(pattern=r"^[!-~]{1,4096}\Z")]
     title: Annotated[str, msgspec.Meta(max_length=200)]
     text: Annotated[str, msgspec.Meta(max_length=2000)]
-    #: For the app, which the device's user does not see.
+    #: Values for the app, which the device's user does not see.
     data: _Values = {}
 
 
@@ -275,7 +275,7 @@ class StatementLine(msgspec.Struct, frozen=True, kw_only=True):
     sold_average: Decimal | None = None
     #: The number of orders by state.
     orders: dict[str, int] = {}
-    #: Whether these are odd lots: shares.
+    #: True if these are odd lots: shares.
     odd: bool = False
 
 
@@ -317,7 +317,7 @@ class JobKind:
 
     name: str
     queue: str
-    #: Whether it may run again after its runner or process has died in the middle.
+    #: True if it may run again after its runner or process has died in the middle.
     idempotent: bool
     #: Seconds.
     timeout: float

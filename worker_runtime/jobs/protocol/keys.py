@@ -43,7 +43,7 @@ from collections.abc import Callable
 
 #: The tag of the fleet's queues.
 FLEET_TAG = "jobs"
-#: What the tag of an application begins with.
+#: The prefix of the tag of an application.
 _APPLICATION_PREFIX = "app:"
 
 

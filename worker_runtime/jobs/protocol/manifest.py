@@ -29,7 +29,7 @@ MAX_TYPES = 500
 #: Manifests of one application that Valkey keeps, beyond those of its live runners.
 MAX_MANIFESTS = 50
 
-#: What an application may be called.
+#: The names that an application may have.
 APPLICATION_PATTERN = r"^[a-z][a-z0-9-]{0,31}\Z"
 _APPLICATION = re.compile(APPLICATION_PATTERN)
 _USE = b"job_manifest/1"

@@ -108,7 +108,7 @@ class Job(Message, frozen=True, kw_only=True, tag="job"):
     args: msgspec.Raw = msgspec.Raw(b"{}")
     #: 0 to 9; higher runs earlier.
     priority: int = 5
-    #: Whether it may run again after its runner or process has died in the middle.
+    #: True if it may run again after its runner or process has died in the middle.
     idempotent: bool = False
     #: Seconds after which it is killed.
     timeout: float = 180.0

@@ -47,7 +47,7 @@ class CounterKind(StrEnum):
     ENDED = "ended"
     #: Renewals that came more than a third of a lease after their time.
     LATE = "late"
-    #: What became of a dead runner's job: `returned`, `failed` or `cancelled`.
+    #: Counts dead runners' jobs by what became of them: `returned`, `failed` or `cancelled`.
     REAPED = "reaped"
 
 

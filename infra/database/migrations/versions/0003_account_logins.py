@@ -1,4 +1,5 @@
-"""How the login of each account stands, what the broker has rejected, and its own id of an account.
+"""Stores how the login of each account stands, what the broker has rejected, and its own id of an
+account.
 
 Constant defaults: no row is rewritten, and the release before reads and writes as it did.
 """

@@ -1,4 +1,5 @@
-"""How many tags an account has used on a day: their numbers follow the clock, and do not tell."""
+"""Counts how many tags an account has used on a day: their numbers follow the clock, and do not
+tell."""
 
 from alembic import op
 

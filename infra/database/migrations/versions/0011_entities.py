@@ -1,5 +1,5 @@
-"""What outlives a workflow that somebody ended: the operators' settings of a pool. And what was
-found so."""
+"""Keeps what outlives a workflow that somebody ended: the operators' settings of a pool, and the
+findings about entities."""
 
 from alembic import op
 

@@ -1,5 +1,5 @@
-"""What quantity changes were seen to mean at a broker, by version of its SDK, kind of lot and
-mode."""
+"""Stores what quantity changes were seen to mean at a broker, by version of its SDK, kind of lot
+and mode."""
 
 from alembic import op
 

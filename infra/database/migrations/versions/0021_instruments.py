@@ -5,7 +5,8 @@ from alembic import op
 revision = "0021"
 down_revision = "0020"
 
-#: What a broker tells of an instrument. By "C", so that a prefix of a code is a range of the key.
+#: The columns for what a broker tells of an instrument. `collate "C"` makes a prefix of a code a
+#: range of the key.
 _TOLD = """
   code varchar(32) collate "C" not null,
   name varchar(120) not null default '',

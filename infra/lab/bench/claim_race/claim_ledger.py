@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Self
 
 POOL = "race"
-#: What claimers tell the workers: `worker claim`.
+#: The messages of claimers to the workers: `worker claim`.
 DELIVERIES = "race:deliveries"
 
 

@@ -1,4 +1,5 @@
-"""One claimer of the race: `python -m infra.lab.bench.claim_race.claimer URL LEDGER NUMBER SEED`.
+"""Runs a claimer of the race:
+`python -m infra.lab.bench.claim_race.claimer URL LEDGER NUMBER SEED`.
 
 It sends its claims in batches, many of them twice. At times it breaks its connection off before it
 has read the replies, and repeats the batch, as somebody does whose reply was lost. Who takes over
@@ -26,7 +27,7 @@ MAX_CONCURRENT_CLAIMS = 32
 LOST_REPLY_SHARE = 0.02
 #: Share of all messages that are sent twice.
 REPEATED_MESSAGE_SHARE = 0.1
-#: One claim in this many never reaches its worker.
+#: The number of claims of which one never reaches its worker.
 CLAIMS_PER_FORGOTTEN_ONE = 500
 
 

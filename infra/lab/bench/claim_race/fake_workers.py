@@ -27,7 +27,7 @@ _SERVED_TTL_MS = 30_000
 
 @dataclass
 class ConfirmedClaims:
-    """What the workers themselves know."""
+    """Holds what the workers themselves know."""
 
     #: Worker → number of confirmed claims,
     #: and which one was the first: claimer and claim in one number.

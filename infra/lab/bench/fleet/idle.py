@@ -57,8 +57,8 @@ _MAX_CONCURRENT_STARTS = 24
 _LAUNCH_TIMEOUT_S = 900.0
 #: Seconds until one user has to be Active.
 _START_TIMEOUT_S = 300.0
-#: For users that are active all the time: how many,
-#: their idle timeout, and how often they show activity (s).
+#: The number of users that are active all the time, their idle timeout, and how often they show
+#: activity (s).
 _USED_USERS = 20
 _USED_TIMEOUT_S = 5.0
 _USED_MARK_INTERVAL_S = 1.0

@@ -44,7 +44,7 @@ from worker_runtime.protocol import keys
 
 #: As in `workflows.names`, which this room must not import.
 _WORKFLOW, _QUEUE = "MaintenanceWorkflow", "berth-bulk"
-#: One worker in this many has an anomaly.
+#: The number of workers of which one has an anomaly.
 WORKERS_PER_ANOMALY = 10
 #: Seconds until the orchestrator's other loops have taken the planted fleet in.
 _SETTLE_TIME_S = 2.0

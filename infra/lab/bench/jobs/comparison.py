@@ -354,7 +354,7 @@ def _floor(floor: str, url: str, count: int) -> float:
     )
 
 
-#: What the table calls each contender; of a peer, `%s` is its version.
+#: The table's name of each contender; of a peer, `%s` is its version.
 TITLES = {
     "fresh": "ours, a fresh child for each job",
     "recycled": "ours, 100 jobs a child",

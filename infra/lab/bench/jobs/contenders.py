@@ -40,7 +40,7 @@ LOSING_PEERS = frozenset({"huey"})
 
 
 class Contender(Protocol):
-    """One way to run jobs. `busy`: seconds of CPU; `stamp`: a socket that gets the time of the
+    """A way to run jobs. `busy`: seconds of CPU; `stamp`: a socket that gets the time of the
     start."""
 
     #: Its key in the result.

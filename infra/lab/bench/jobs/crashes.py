@@ -48,12 +48,12 @@ FAULTS = ("runner", "child", "server", "freeze")
 WORKERS = 2
 #: Seconds until both workers have taken jobs.
 START_TIMEOUT_S = 60.0
-#: Of a job that runs when the fault comes, the part that is done.
+#: The share of a running job that is done when the fault comes.
 FAULT_AFTER_SHARE = 0.3
 
 
 class CrashContender:
-    """One contender with its server and two workers. The block ends them."""
+    """Runs a contender with its server and two workers. The block ends them."""
 
     def __init__(self, name: str, folder: Path, lease: float, python: str) -> None:
         """Takes `python`, the interpreter that has the peers' packages."""

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-#: What peers' processes import `infra` from.
+#: The folder from which peers' processes import `infra`.
 ROOT = Path(__file__).resolve().parents[4]
 PACKAGES = (
     "arq==0.28.0",

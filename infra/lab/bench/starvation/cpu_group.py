@@ -24,7 +24,7 @@ _EMPTY_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class Throttling:
-    """What the quota has done so far."""
+    """Tells what the quota has done so far."""
 
     #: Periods in which anything of the group ran.
     periods: int
@@ -42,7 +42,7 @@ class Throttling:
 
 
 class CpuGroup:
-    """One group with a quota; processes are added, counted and killed as in a memory group."""
+    """A group with a quota; processes are added, counted and killed as in a memory group."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

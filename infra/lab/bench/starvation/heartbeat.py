@@ -49,7 +49,7 @@ from infra.processes import end_with_parent
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.requests import OPEN_SWITCH
 
-#: What keeps the CPUs busy, and how many of it.
+#: The kinds of load that keep the CPUs busy, and the number of each.
 LOAD_SIZES = {"processes": 64, "threads": 240}
 #: Percent of one core: two CPUs, then one. A host of two cores throttles at 95 % of them, not at
 #: 100.

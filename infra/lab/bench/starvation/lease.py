@@ -102,7 +102,7 @@ def run(
 
 
 class _LeaseBench:
-    """One measurement at a time, in a group of its own."""
+    """Makes one measurement at a time, in a group of its own."""
 
     def __init__(
         self, folder: Path, url: str, client: Redis, load: str, quota: int, lease: float

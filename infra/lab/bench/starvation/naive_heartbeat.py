@@ -28,7 +28,7 @@ class NaiveHeartbeat(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     mark_period: float
     mark_ttl: float
-    #: How long a broker call blocks, and the pause before each.
+    #: Seconds that a broker call blocks, and of the pause before each.
     block: float
     pause: float
 

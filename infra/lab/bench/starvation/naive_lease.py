@@ -21,7 +21,7 @@ from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 from redis.exceptions import RedisError
 
-#: What a renewal is: the same write that our runner's is, with less around it.
+#: The script of a renewal: the same write that our runner's is, with less around it.
 RENEW = "return redis.call('HINCRBY', KEYS[1], ARGV[1], 1)"
 #: Seconds of CPU between two turns of the busy loop.
 _TURN_CPU_S = 0.05

@@ -26,7 +26,7 @@ class RenewalWatchFailed(BerthError, code="WATCH_FAILED"):
 
 @dataclass(frozen=True)
 class RenewalReport:
-    """Of one mark, within one window."""
+    """Counts the renewals of one mark, within one window."""
 
     count: int
     late: int

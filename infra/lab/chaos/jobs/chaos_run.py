@@ -92,7 +92,7 @@ class JobChaosRun:
         self.final: dict[str, JobResult] = {}
         self._flushed: set[str] = set()
         self.by_step: Counter[str] = Counter()
-        #: How often runners gave prefetched jobs back.
+        #: The number of times that runners gave prefetched jobs back.
         self.releases = 0
         self.outages: list[tuple[float, float]] = []
         self.requeued = 0

@@ -23,7 +23,7 @@ _STOP_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class FreezePlan:
-    """How long a runner is frozen, and how long it lives afterwards."""
+    """Says how long a runner is frozen, and how long it lives afterwards."""
 
     seconds: float
     #: Its children are frozen, too; otherwise they continue and end their jobs while nobody reads.

@@ -19,7 +19,8 @@ _CLOCK_TOLERANCE_S = 0.01
 
 @dataclass(frozen=True)
 class RecordedExecution:
-    """One start. `at` and `ended` are seconds of CLOCK_MONOTONIC; `runner` is a process id."""
+    """Describes a start. `at` and `ended` are seconds of CLOCK_MONOTONIC; `runner` is a process
+    id."""
 
     job_id: str
     attempt: int
@@ -31,7 +32,7 @@ class RecordedExecution:
 
 @dataclass(frozen=True)
 class SentJob:
-    """One job as it was enqueued."""
+    """A job as it was enqueued."""
 
     job_id: str
     idempotent: bool

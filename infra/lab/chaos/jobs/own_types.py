@@ -39,7 +39,7 @@ TAG = job_keys.application_tag(APPLICATION)
 _MAX_LIVE_RUNNERS = 3
 _MAX_UNFINISHED_JOBS = 30
 _FUNCTIONS = ("again", "again", "never", "shared", "fail")
-#: What is killed or frozen, and how often compared with the others.
+#: The processes that are killed or frozen, and how often compared with the others.
 _FAULTS = {"child": 4, "fork server": 3, "runner": 3, "frozen runner": 1, "frozen fork server": 1}
 
 

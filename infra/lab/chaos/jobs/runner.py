@@ -1,4 +1,4 @@
-"""One runner behind a proxy to Valkey, which kills or freezes it at a chosen step."""
+"""Runs a runner behind a proxy to Valkey, which kills or freezes it at a chosen step."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ProxiedRunner:
         #: The step at which it was killed, and when (CLOCK_MONOTONIC).
         self.killed_at = 0.0
         self.killed_step: RunnerStep | None = None
-        #: How often it gave prefetched jobs back.
+        #: The number of times that it gave prefetched jobs back.
         self.releases = 0
         #: When it was frozen, and at which step.
         self.freeze: RunnerFreeze | None = None
@@ -216,7 +216,7 @@ class ProxiedRunner:
 
 
 class _ProxyConnection:
-    """One connection of a runner and the one to Valkey behind it."""
+    """A connection of a runner and the one to Valkey behind it."""
 
     def __init__(
         self, runner: ProxiedRunner, near: asyncio.StreamWriter, far: asyncio.StreamWriter

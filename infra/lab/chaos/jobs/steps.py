@@ -38,7 +38,7 @@ class RunnerStep(StrEnum):
 
 @dataclass(frozen=True)
 class StepTrap:
-    """What a request and its reply contain if the trap is to spring."""
+    """Says what a request and its reply contain if the trap is to spring."""
 
     #: The request contains one of these.
     request_contains: tuple[bytes, ...]
@@ -87,8 +87,8 @@ TRAPS = {
 }
 
 
-#: How often each is chosen for a kill, and for a freeze:
-#: mostly steps at which the runner holds jobs.
+#: The weights with which each step is chosen for a kill, and for a freeze: mostly steps at which
+#: the runner holds jobs.
 WEIGHTS = {
     RunnerStep.JOIN_ASKED: 1,
     RunnerStep.JOINED: 1,

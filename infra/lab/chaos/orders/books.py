@@ -24,7 +24,7 @@ _LEDGER_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class OurOrder:
-    """One row of our orders, as far as it is judged."""
+    """A row of our orders, as far as it is judged."""
 
     order_id: str
     client_order_id: str

@@ -44,7 +44,7 @@ _MAX_THREADS = 24
 
 @dataclass(frozen=True, kw_only=True)
 class OrderChaosRun:
-    """What a run does.
+    """Says what a run does.
 
     `patience`: seconds in which a client tries to get an answer to one order. `settle`: seconds in
     which everything settles at the end. `broker` shioaji: its stand-in, which changes orders a
@@ -61,7 +61,7 @@ class OrderChaosRun:
 
 @dataclass(frozen=True, kw_only=True)
 class ChaosOutcome:
-    """What a run left behind."""
+    """Holds what a run left behind."""
 
     books: Books
     placed: Sequence[ClientOrder]

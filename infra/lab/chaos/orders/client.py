@@ -47,7 +47,7 @@ _AGAIN = frozenset(
 
 @dataclass
 class ClientOrder:
-    """What a client knows of one order."""
+    """Holds what a client knows of one order."""
 
     client_order_id: str
     user_id: str
@@ -58,11 +58,11 @@ class ClientOrder:
     state: str = ""
     #: The code with which it was refused; nothing may be at the broker then.
     refused: str = ""
-    #: How often it was sent.
+    #: The number of times that it was sent.
     tries: int = 0
     #: Final states that answers showed: never more than one, and the one of the books.
     ends: set[str] = field(default_factory=set)
-    #: What the answers were, in order.
+    #: The answers, in order.
     heard: list[str] = field(default_factory=list)
 
     def record_answer(self, view: Mapping[str, Any]) -> None:

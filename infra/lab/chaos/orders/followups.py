@@ -1,5 +1,5 @@
-"""What a client does after its order: takes it back,
-changes it, closes or reverses the position it made.
+"""Does what a client does after its order: takes it back, changes it, closes or reverses the
+position it made.
 
 Each has one id, and is sent again with it until an answer says how it ended.
 """
@@ -24,7 +24,7 @@ SendRequest = Callable[[str, str, BenchUser, dict[str, Any]], Awaitable[tuple[in
 RecordAnswer = Callable[[BenchUser, dict[str, Any]], None]
 #: Seconds between the two signals of a pair.
 PAIR_PAUSE_S = 0.2
-#: How far a changed order's price is from its old one, as a share.
+#: The share by which a changed order's price differs from its old one.
 _PRICE_STEP_SHARE = 0.01
 
 

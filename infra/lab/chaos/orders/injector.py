@@ -62,7 +62,7 @@ def promote_copy(valkey: ValkeyServer, made: Path) -> None:
 #: Seconds for which the broker's lists still lag after a rewind: longer than a new worker needs
 #: to log in.
 LISTS_LAG_S = 4.0
-#: One user in three loses the worker in a rewind, and with a host.
+#: The number of users of whom one loses the worker in a rewind, and with a host.
 _USERS_PER_LOST_WORKER = 3
 #: A host that is stopped comes back this many times a fault's `seconds` after marks have run out;
 #: keys of an account are rejected for as long.

@@ -76,7 +76,7 @@ def orders_of_old_epochs(
     return late_orders
 
 
-#: What PostgreSQL keeps of a price: six decimal places.
+#: The precision of a price in PostgreSQL: six decimal places.
 _EXACT = Decimal("0.000001")
 #: States that say that the broker has nothing of it.
 _NOT_TAKEN = frozenset({OrderState.REJECTED, OrderState.EXPIRED})
@@ -99,7 +99,7 @@ class OrderHarm(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class OrderFinding:
-    """One harm that was found; `order_id` is empty when it concerns no order of ours."""
+    """A harm that was found; `order_id` is empty when it concerns no order of ours."""
 
     harm: OrderHarm
     what: str

@@ -14,7 +14,7 @@ SERVER_FAULT_INTERVAL_S = 20.0
 
 
 class FaultTarget(StrEnum):
-    """What a fault is injected into."""
+    """The target into which a fault is injected."""
 
     #: All processes of one user's worker.
     WORKER = "worker"
@@ -23,7 +23,7 @@ class FaultTarget(StrEnum):
     SESSION = "session"
     SUPERVISOR = "supervisor"
     NODE = "node"
-    #: One of the API's processes.
+    #: A process of the API.
     API_PROCESS = "api process"
     #: The clock of one of the API's processes.
     API_CLOCK = "clock of an api process"
@@ -41,7 +41,7 @@ class FaultTarget(StrEnum):
 
 
 class FaultKind(StrEnum):
-    """What is done to it."""
+    """Says what is done to the target."""
 
     #: SIGKILL. A process that does not come back by itself is started again after `seconds`.
     KILL = "kill"
@@ -64,7 +64,7 @@ class FaultKind(StrEnum):
     FLUSH_CANCELS = "flush amid cancels at"
 
 
-#: How often each of our own processes is hit, relative to the others.
+#: The weights with which each of our own processes is hit, relative to the others.
 _PROCESS_WEIGHTS = {
     FaultTarget.WORKER: 5,
     FaultTarget.SESSION: 5,
@@ -88,7 +88,7 @@ _SERVERS = (
     (FaultTarget.POSTGRES, FaultKind.RESTART),
     (FaultTarget.EXCHANGE, FaultKind.RESTART),
     (FaultTarget.HOST, FaultKind.KILL),
-    #: For longer than marks live; then the workers come back next to their successors.
+    #: Lasts longer than marks live; then the workers come back next to their successors.
     (FaultTarget.HOST, FaultKind.STOP),
     (FaultTarget.API_CLOCK, FaultKind.SKEW),
     (FaultTarget.ACCOUNT, FaultKind.REJECT),
@@ -97,7 +97,7 @@ _SERVERS = (
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedFault:
-    """One fault. `at` is in seconds since the begin of the run; `seconds` is how long it lasts.
+    """A fault. `at` is in seconds since the begin of the run; `seconds` is how long it lasts.
 
     `lot` from 0 up to 1 says which of several: the user by number, the process by age.
     """

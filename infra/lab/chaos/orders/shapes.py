@@ -16,7 +16,7 @@ SYMBOLS = tuple(f"C{number:03}" for number in range(1, 41))
 
 
 class FollowUp(StrEnum):
-    """What the client does about its order afterwards."""
+    """Says what the client does about its order afterwards."""
 
     NOTHING = "nothing"
     CANCEL = "cancel"
@@ -32,7 +32,7 @@ class FollowUp(StrEnum):
     SIGNALS = "signals"
 
 
-#: How often each comes, of 20: after an order that rests, and after one that fills at once.
+#: The frequency of each, of 20: after an order that rests, and after one that fills at once.
 _RESTING_WEIGHTS = {FollowUp.CANCEL: 12, FollowUp.REPLACE: 5, FollowUp.NOTHING: 3}
 _FILLING_WEIGHTS = {
     FollowUp.NOTHING: 11,
@@ -45,7 +45,7 @@ _FILLING_WEIGHTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class OrderShape:
-    """One order. `at` is seconds since the begin; `lot` from 0 up to 1 says whose it is.
+    """Describes an order. `at` is seconds since the begin; `lot` from 0 up to 1 says whose it is.
 
     `distance`: how far the price is from the market's, as a share, towards the other side; None: no
     price. `then` follows `after` seconds after the answer.

@@ -53,7 +53,7 @@ class SimulatedIdentity:
 
 
 class SimulatedCall(NamedTuple):
-    """One run of a script."""
+    """A run of a script."""
 
     script: Script
     keys: list[str]

@@ -35,7 +35,7 @@ log = structlog.get_logger()
 
 
 class SimulatedMarkRenewer:
-    """One loop for the node."""
+    """Renews the marks of all the node's workers in one loop."""
 
     def __init__(self) -> None:
         self._due: list[tuple[float, int, SimulatedWorker]] = []
@@ -90,7 +90,7 @@ class SimulatedMarkRenewer:
 
 
 class _SimulatedTask:
-    """One worker that runs."""
+    """A worker that runs."""
 
     def __init__(self, entry: NodeEntry, worker: SimulatedWorker) -> None:
         self.entry = entry

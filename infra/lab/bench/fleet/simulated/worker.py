@@ -1,4 +1,4 @@
-"""One simulated worker: from its launch over the claim to its end, as the orchestrator sees it."""
+"""Simulates a worker: from its launch over the claim to its end, as the orchestrator sees it."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ class SimulatedBehaviour:
     start: float = 0.1
     #: A broker login; the paper exchange's takes about as long.
     connect: float = 0.01
-    #: Whether their users are active all the time: then each renewal shows a new last activity.
+    #: True if their users are active all the time: then each renewal shows a new last activity.
     used: bool = False
-    #: Whether each logs in to Valkey by its own name, as a real one, and has two connections then.
+    #: True if each logs in to Valkey by its own name, as a real one, and has two connections then.
     own_login: bool = False
 
 
