@@ -48,7 +48,7 @@ from infra.valkey.client import reply_of, text_of
 from infra.valkey.job_login import FLEET_PREFIX, user_of_jobs
 from infra.valkey.job_users import JOB_COMMANDS, JobUsers
 from infra.valkey.memory import MemoryUse
-from worker_runtime.protocol import scripts
+from worker_runtime.protocol import keys, scripts
 
 #: Names the lock of this loop among PostgreSQL's advisory locks.
 LOCK_ID: Final = 0x626572746A
@@ -117,6 +117,8 @@ CLIENTS_PER_PART: Final = 32
 MAX_CLIENT_LINE_BYTES: Final = 2_048
 #: Ids that the server may give to clients of its own between two reads.
 MAX_CLIENTS_OF_SERVER: Final = 16
+#: Bytes of the errors that wait for operators; a thousand of ours are 1 MB.
+MAX_ERRORS_BYTES: Final = 16 * 1024 * 1024
 #: Seconds until a process that lost the lock tries to get it again.
 RETRY_INTERVAL_S: Final = 1.0
 
@@ -722,7 +724,16 @@ class QuotaWatcher:
             return False
         walk.finish()
         LARGEST_SHARE.set(walk.largest_share)
+        await self._bound_errors()
         return True
+
+    async def _bound_errors(self) -> None:
+        """Deletes the errors that wait for operators if they are too large: every fleet appends to
+        them, and nobody can tell which one did."""
+        size = await self.client.memory_usage(keys.ERRORS, samples=0)
+        if size is not None and size > MAX_ERRORS_BYTES:
+            await self.client.unlink(keys.ERRORS)
+            log.error("error_reports_deleted", size=size, reason="a job runner has sent too many")
 
     # --- connections, traffic and time ------------------------------------------------------------
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from api.http.rights import RIGHTS, Role
+from infra.settings import Settings
 from tests.support.api.attacks import attack_body
-from tests.support.systems.api import ServedApi
+from tests.support.systems.api import ServedApi, running_api
 
 #: Texts that JSON, or a percent-encoded path, can hold and PostgreSQL cannot.
 HALF_A_PAIR, NUL = "\ud800", "\x00"
@@ -47,8 +48,14 @@ def user_routes() -> list[tuple[str, str]]:
 
 @pytest.mark.timeout(120)
 async def test_odd_bodies_paths_and_parameters_are_refused_and_never_an_error_of_the_server(
-    api: ServedApi,
+    settings: Settings,
 ) -> None:
+    unlimited = settings.model_copy(update={"limit_key": 0.0, "limit_user": 0.0})
+    async with running_api(unlimited) as api:
+        await send_odd_requests(api)
+
+
+async def send_odd_requests(api: ServedApi) -> None:
     parts = {"user_id": api.user, "account_id": "main", "symbol": "2330", "broker": "paper"}
     statuses = Counter[int]()
     faults = []
@@ -84,4 +91,4 @@ async def test_odd_bodies_paths_and_parameters_are_refused_and_never_an_error_of
                 headers = {"Content-Type": "application/json"}
                 await call(method, known, body[:20], content=body.encode(), headers=headers)
     assert not faults
-    assert not statuses.keys() & {401, 429}, "these say nothing of what was sent"
+    assert 401 not in statuses, "the key did not count any more"
