@@ -171,6 +171,8 @@ DRILLS = (
         (
             "activities/claims/stop.py",
             "activities/events/mark_watcher.py",
+            "activities/events/missing_marks.py",
+            "activities/events/valkey_restorer.py",
             "workflows/user_worker/supervision.py",
         ),
         120,
@@ -185,6 +187,8 @@ DRILLS = (
         (
             "activities/claims/",
             "activities/events/mark_watcher.py",
+            "activities/events/missing_marks.py",
+            "activities/events/valkey_restorer.py",
             "tests/chaos/conftest.py",
             "tests/support/chaos/system.py",
             "worker_runtime/protocol/lua/",

@@ -26,6 +26,7 @@ from activities.events.quota_watcher import QuotaWatcher
 from activities.events.recorder import Recorder
 from activities.events.relay import Relay
 from activities.events.stream import RECORDER_GROUP, RELAY_GROUP, EventStream
+from activities.events.valkey_restorer import ValkeyRestorer
 from activities.maintenance.certificates import warn_of_certificates
 from activities.maintenance.failures import FailureCollector
 from activities.maintenance.kept_jobs import KeptJobSweeper
@@ -255,6 +256,14 @@ def _loops(
     ends = ends_of(parts)
     cutting = WorkerCutOff(parts.client, parts.database, parts.launcher, ends, parts.users)
     pump = EventPump(parts.client, parts.database, cutting, parts.keys)
+    restorer = ValkeyRestorer(
+        parts.client,
+        parts.message_secrets,
+        users=parts.users,
+        launcher=parts.launcher,
+        database=parts.database,
+        job_users=JobUsers(parts.client, parts.message_secrets) if parts.users else None,
+    )
     loops = [
         pump.run,
         pump.attend,
@@ -265,16 +274,7 @@ def _loops(
             parts.client, RELAY_GROUP, relay, parts.message_secrets, dead_letters=letters
         ).run,
         (lambda: exits.run_alone(settings.session_database_url)) if alone else exits.run,
-        MarkWatcher(
-            parts.client,
-            temporal,
-            settings,
-            parts.message_secrets,
-            users=parts.users,
-            launcher=parts.launcher,
-            database=parts.database,
-            job_users=JobUsers(parts.client, parts.message_secrets) if parts.users else None,
-        ).run,
+        MarkWatcher(parts.client, temporal, settings, restorer).run,
         lambda: watch_connection(temporal, settings),
         lambda: parts.message_secrets.compare_with_others(parts.client),
     ]

@@ -149,7 +149,7 @@ class PositionBusy(BerthError, code="POSITION_BUSY", retryable=True, status=409)
 
 
 class CloseInvalid(BerthError, code="CLOSE_INVALID", status=422):
-    """The position cannot be closed like this."""
+    """The position cannot be closed as requested; the detail says why."""
 
 
 class CloseNotFilled(BerthError, code="CLOSE_NOT_FILLED", status=409):
@@ -157,11 +157,12 @@ class CloseNotFilled(BerthError, code="CLOSE_NOT_FILLED", status=409):
 
 
 class IntentExpired(BerthError, code="INTENT_EXPIRED", status=409):
-    """It could not be carried out before its deadline; the detail names what was in the way."""
+    """The request could not be carried out before its deadline; the detail says why."""
 
 
 class OddLotRefused(BerthError, code="ODD_LOT_REFUSED", status=422):
-    """The quantity is no full lot, and this webhook or the exchange does not take the rest."""
+    """The quantity is not a multiple of the lot, and this webhook or the exchange does not accept
+    the rest."""
 
 
 class TooManyStreams(BerthError, code="TOO_MANY_STREAMS", retryable=True, status=429):

@@ -119,7 +119,10 @@ def up(
         ),
     ] = None,
     main_job: Annotated[
-        bool, typer.Option("--main-job", help="Then register a demo user and send one order.")
+        bool,
+        typer.Option(
+            "--main-job", help="After the start, register a demo user and send one order."
+        ),
     ] = False,
     once: Annotated[
         bool, typer.Option("--once", help="Stop after the main job: exit 0, or 1 with the reason.")
@@ -140,7 +143,7 @@ def up(
 @app.command()
 def down(
     data: Data = Path(".berth"),
-    quiet: Annotated[bool, typer.Option("--quiet", help="Say nothing if nothing runs.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing if nothing runs.")] = False,
 ) -> None:
     """Stop a running `berth up`, or what a killed one has left behind."""
     from infra.cli.stack import run_down
@@ -183,11 +186,12 @@ def backup(
     follow: Annotated[
         bool,
         typer.Option(
-            "--follow", help="Write the log to it until Ctrl-C, for any moment in between."
+            "--follow",
+            help="Write PostgreSQL's log into the folder until Ctrl-C, to restore any moment.",
         ),
     ] = False,
     plain: Annotated[
-        bool, typer.Option("--plain", help="Encrypt nothing: guard the backup like the master key.")
+        bool, typer.Option("--plain", help="Do not encrypt. Guard the backup like the master key.")
     ] = False,
 ) -> CommandAnswer:
     """Back up PostgreSQL and the key files into a folder of their own (docs/how-to/restore.md).
@@ -217,8 +221,12 @@ def backup(
 @app.command()
 def unpack(
     backup: Annotated[Path, typer.Argument(help="A backup that `berth backup` made.")],
-    identity: Annotated[Path, typer.Option(help="File of the identity that opens it.")],
-    to: Annotated[Path, typer.Option(help="An empty folder: base, wal and keys come into it.")],
+    identity: Annotated[
+        Path, typer.Option(help="File with the identity that decrypts the backup.")
+    ],
+    to: Annotated[
+        Path, typer.Option(help="An empty folder, into which base, wal and keys are written.")
+    ],
 ) -> None:
     """Decrypt a backup, with PostgreSQL's log since, so that it can be restored
     (docs/how-to/restore.md).
@@ -245,12 +253,12 @@ def restore(
         bool,
         typer.Option(
             "--rotate-api",
-            help="End all API keys and webhooks' addresses; none that was revoked counts.",
+            help="Revoke all API keys and webhook addresses: revoked ones may be valid again.",
         ),
     ] = False,
     json: Json = False,
 ) -> None:
-    """Begin again after PostgreSQL was restored to an earlier moment, or failed over with a gap.
+    """Make Berth safe to start after PostgreSQL was restored, or failed over with lost data.
 
     While API and orchestrators are stopped (docs/how-to/restore.md). Trading is halted; all workers
     are stopped; epochs and order numbers move above all that were used; Valkey gets a new
@@ -317,7 +325,7 @@ def keys_init(settings: Settings) -> CommandAnswer:
 @settings_command(keys_app, "rotate")
 def keys_rotate(
     settings: Settings,
-    key: Annotated[KeyName, typer.Argument(help="Which key.")] = KeyName.MASTER,
+    key: Annotated[KeyName, typer.Argument(help="Name of the key.")] = KeyName.MASTER,
     keep: Annotated[
         int,
         typer.Option(
@@ -359,7 +367,7 @@ def keys_retire(
     force: Annotated[
         bool,
         typer.Option(
-            "--force", help="Even if workers or tokens still need it: they are lost then."
+            "--force", help="Also if workers or tokens still need it. They no longer work then."
         ),
     ] = False,
 ) -> CommandAnswer:
@@ -399,7 +407,9 @@ def keys_backup_identity(
 @keys_app.command("unpack")
 def keys_unpack(
     backup: Annotated[Path, typer.Argument(help="A backup that `berth backup` made.")],
-    identity: Annotated[Path, typer.Option(help="File of the identity that opens it.")],
+    identity: Annotated[
+        Path, typer.Option(help="File with the identity that decrypts the backup.")
+    ],
     to: Annotated[Path, typer.Option(help="An empty folder for the key files.")],
 ) -> None:
     """Decrypt the key files of a backup."""
@@ -412,11 +422,11 @@ def keys_unpack(
 def doctor(
     settings: Settings,
     checks: Annotated[
-        list[str] | None, typer.Argument(metavar="[CHECK]…", help="Only these.")
+        list[str] | None, typer.Argument(metavar="[CHECK]…", help="Run only these checks.")
     ] = None,
     data: OfData = None,
 ) -> CommandAnswer:
-    """Try what the settings name: servers and logins, keys, launcher, broker, mail server.
+    """Check what the settings name: servers and logins, keys, launcher, broker, mail server.
 
     And what they rest on: Valkey's memory and persistence, clocks, disks, limits, the exchanges'
     holidays, certificates.

@@ -47,7 +47,8 @@ def run(
     override_guard: Annotated[
         bool,
         typer.Option(
-            "--override-guard", help="Clean up though so much looks odd that it may be an outage."
+            "--override-guard",
+            help="Clean up even if so many workers look odd that the cause may be an outage.",
         ),
     ] = False,
 ) -> CommandAnswer:
@@ -74,7 +75,11 @@ def status(
     api: OperatorApi,
     odd: Annotated[
         int,
-        typer.Option(min=0, max=1000, help="How many to list that found something or held still."),
+        typer.Option(
+            min=0,
+            max=1000,
+            help="List this many passes that found something or cleaned up nothing.",
+        ),
     ] = 0,
 ) -> CommandAnswer:
     """Show the last pass: when, how many workers, what it found and did, and what it left alone."""
@@ -144,8 +149,12 @@ def explain(
             min=0, help="Number of workers, instead of those that the pool has and wants."
         ),
     ] = None,
-    warm: Annotated[int, typer.Option(min=0, help="Empty hosts to keep ready, at least.")] = 1,
-    rate: Annotated[float, typer.Option(min=0, help="New workers a second that need room.")] = 0.0,
+    warm: Annotated[
+        int, typer.Option(min=0, help="Minimum number of empty hosts to keep ready.")
+    ] = 1,
+    rate: Annotated[
+        float, typer.Option(min=0, help="New workers that need room, per second.")
+    ] = 0.0,
 ) -> CommandAnswer:
     """Explain how many hosts the pool's workers need: what the orchestrator would ask of the
     platform."""
@@ -203,13 +212,17 @@ def call(
     api: OperatorApi,
     method: Annotated[str, typer.Argument(metavar="METHOD", help="GET, POST, PUT or DELETE.")],
     path: Annotated[
-        str, typer.Argument(metavar="PATH", help="With its query; /v1 may be left out.")
+        str,
+        typer.Argument(
+            metavar="PATH", help="Path of the route with its query; /v1 may be left out."
+        ),
     ],
     body: Annotated[
-        str | None, typer.Option(metavar="JSON", help="What it sends; -: standard input.")
+        str | None,
+        typer.Option(metavar="JSON", help="Body of the request; -: read standard input."),
     ] = None,
 ) -> CommandAnswer:
-    """Call any route of the REST API, and print what it answers: what has no command of its own.
+    """Call any route of the REST API, and print its answer: for routes without a command.
 
     Such as `berth call GET /users/alice/accounts/main/positions`.
     """
@@ -241,7 +254,7 @@ def list_letters(
     user: Annotated[str | None, typer.Option(help="Only of this user.")] = None,
     limit: Limit = 100,
 ) -> CommandAnswer:
-    """List what failed for good and nobody has settled, the latest first."""
+    """List dead letters: what failed for good and nobody has settled, the latest first."""
     rows, has_more = api.rows("dead-letters", name="letters", limit=limit, kind=kind, user_id=user)
     columns = "id, kind, subject, user: user_id, count, first (UTC): first_at, last (UTC): last_at"
     return list_answer(
@@ -251,9 +264,10 @@ def list_letters(
 
 @api_command(letters_app, "show")
 def show_letter(
-    api: OperatorApi, letter: Annotated[str, typer.Argument(metavar="ID")]
+    api: OperatorApi,
+    letter: Annotated[str, typer.Argument(metavar="ID", help="Id, as `list` shows it.")],
 ) -> CommandAnswer:
-    """Show all that is known of one, open or closed; a message with its beginning."""
+    """Show all that is known of a dead letter, open or closed; of a message, its beginning."""
     details = api.get("dead-letters", letter)
     rows = [{"what": name, "is": value} for name, value in details.items() if value is not None]
     return list_answer(rows, "what, is", none="", value=details)
@@ -261,7 +275,7 @@ def show_letter(
 
 @api_command(letters_app)
 def redrive(api: OperatorApi, letters: LetterIds, reason: Reason = "requested") -> CommandAnswer:
-    """Do it once more: recheck the order, requeue the job,
+    """Do what failed once more: recheck the order, requeue the job,
     start the workflow, send the message again."""
     return _close_letters(api, letters, "redrive", reason)
 
@@ -270,9 +284,9 @@ def redrive(api: OperatorApi, letters: LetterIds, reason: Reason = "requested") 
 def dismiss(
     api: OperatorApi,
     letters: LetterIds,
-    reason: Annotated[str, typer.Option(help="Why; it is recorded.")],
+    reason: Annotated[str, typer.Option(help="Why; recorded in the audit trail.")],
 ) -> CommandAnswer:
-    """Take them off the list: nothing more is done about them. A failed job is deleted."""
+    """Take dead letters off the list: nothing more is done about them. A failed job is deleted."""
     return _close_letters(api, letters, "dismiss", reason)
 
 
@@ -284,13 +298,17 @@ def _close_letters(api: OperatorApi, letters: list[str], act: str, reason: str) 
 
 def read_audit(
     api: OperatorApi,
-    actor: Annotated[str | None, typer.Option(help="Only by whom this is a part of.")] = None,
-    action: Annotated[str | None, typer.Option(help="Only what begins so, such as switch.")] = None,
+    actor: Annotated[
+        str | None, typer.Option(help="Only entries of actors whose name contains this.")
+    ] = None,
+    action: Annotated[
+        str | None, typer.Option(help="Only actions that begin with this, such as switch.")
+    ] = None,
     subject: Annotated[
-        str | None, typer.Option(help="Only about this, such as user:alice.")
+        str | None, typer.Option(help="Only entries about this subject, such as user:alice.")
     ] = None,
     hours: Annotated[
-        float | None, typer.Option(min=0, max=1e6, help="Only of the last hours.")
+        float | None, typer.Option(min=0, max=1e6, help="Only entries of the last so many hours.")
     ] = None,
     since: Annotated[str | None, typer.Option(metavar="TIME", help=START_HELP)] = None,
     limit: Limit = 50,

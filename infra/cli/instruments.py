@@ -32,11 +32,11 @@ def list_instruments(
     query: Annotated[
         str, typer.Argument(metavar="[QUERY]", help="Beginning of a code, or part of a name.")
     ] = "",
-    broker: Annotated[str | None, typer.Option(help="Only of this broker.")] = None,
-    market: Annotated[str | None, typer.Option(help="Only of this market.")] = None,
+    broker: Annotated[str | None, typer.Option(help="Only instruments of this broker.")] = None,
+    market: Annotated[str | None, typer.Option(help="Only instruments of this market.")] = None,
     kind: Annotated[
         str | None,
-        typer.Option(help="Only stocks, or: fund, warrant, future, option, other."),
+        typer.Option(help="Only this kind: stock, fund, warrant, future, option or other."),
     ] = None,
     limit: Limit = 100,
 ) -> CommandAnswer:
@@ -86,7 +86,7 @@ def load(
         bool,
         typer.Option(
             "--accept-smaller",
-            help="Put the list in force also if it has less than half of the one before.",
+            help="Accept the list even if it has less than half as many as the one before.",
         ),
     ] = False,
     market: Annotated[
@@ -132,7 +132,8 @@ def approve(
 
 @api_command(source_app, "list")
 def list_sources(api: OperatorApi) -> CommandAnswer:
-    """List who lists each broker's instruments, how old the lists are, and how loads ended."""
+    """List the accounts through which instruments are loaded, the age of the lists, and the last
+    loads."""
     rows = api.get("instruments", "sources")["sources"]
     flat = [row | {"state": _load_state(row), "error": _load_error(row)} for row in rows]
     columns = (
@@ -148,7 +149,9 @@ def set_source(
     api: OperatorApi,
     broker: BrokerName,
     user: Annotated[str, typer.Argument(metavar="USER", help="A user who does not trade.")],
-    account: Annotated[str, typer.Argument(metavar="ACCOUNT", help="Their account there.")],
+    account: Annotated[
+        str, typer.Argument(metavar="ACCOUNT", help="Id of their account at the broker.")
+    ],
 ) -> CommandAnswer:
     """Designate the account through which a broker's instruments are loaded, one of each market."""
     row = api.put("instruments", "sources", broker, user_id=user, account_id=account).body
@@ -167,7 +170,7 @@ def delete(
         str | None, typer.Option(help="Only through the account of this market.")
     ] = None,
 ) -> CommandAnswer:
-    """Load a broker's instruments no more; the list in force stays."""
+    """Stop loading a broker's instruments. The list in force stays."""
     done = api.delete("instruments", "sources", broker, market=market).body
     return CommandAnswer(done, f"the instruments of {broker} are loaded no more")
 

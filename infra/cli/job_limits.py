@@ -41,17 +41,18 @@ def set_(
     api: OperatorApi,
     job_type: Type,
     running: Annotated[
-        int | None, typer.Option(min=0, help="Jobs that run at once, everywhere; 0: none starts.")
+        int | None,
+        typer.Option(min=0, help="Maximum number that run at once, everywhere; 0: no job starts."),
     ] = None,
     per_node: Annotated[
-        int | None, typer.Option(min=0, help="Jobs that run at once on one node.")
+        int | None, typer.Option(min=0, help="Maximum number that run at once on one node.")
     ] = None,
     per_second: Annotated[
         float | None,
         typer.Option(help="Jobs a second for each rate key: a webhook's host, a mail's domain."),
     ] = None,
     burst: Annotated[
-        int | None, typer.Option(min=1, help="How many may start at once after a pause.")
+        int | None, typer.Option(min=1, help="Maximum number that may start at once after a pause.")
     ] = None,
     reason: Reason = "requested",
 ) -> CommandAnswer:

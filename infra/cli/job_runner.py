@@ -24,15 +24,25 @@ if TYPE_CHECKING:
 RunnerName = Annotated[
     str,
     typer.Option(
-        help="Its name across restarts, for `suspend --runner`.", show_default="the host's"
+        help="Name of the runner across restarts, for `suspend --runner`.",
+        show_default="the host's",
     ),
 ]
-Slots = Annotated[int, typer.Option(min=1, max=256, help="Jobs at a time.")]
+Slots = Annotated[
+    int, typer.Option(min=1, max=256, help="Maximum number of jobs that run at a time.")
+]
 Recycle = Annotated[
-    int, typer.Option(min=1, help="Jobs that one child process runs; 1: a new process for each.")
+    int,
+    typer.Option(
+        min=1,
+        help="Jobs that one child process runs before it is replaced; 1: a new process for each.",
+    ),
 ]
 Lease = Annotated[
-    float, typer.Option(min=1, max=300, help="Seconds without a renewal until it counts as dead.")
+    float,
+    typer.Option(
+        min=1, max=300, help="Seconds without a renewal after which the runner counts as dead."
+    ),
 ]
 
 
@@ -95,12 +105,16 @@ def run(
     ] = None,
     user_id: Annotated[
         int,
-        typer.Option(min=0, help="User of the jobs, if this is root; 0: one for each application."),
+        typer.Option(
+            min=0, help="User id of the jobs if the runner is root; 0: one for each application."
+        ),
     ] = 0,
     valkey: Annotated[
         str | None,
         typer.Option(
-            metavar="URL", help="Valkey.", show_default="BERTH_VALKEY_URL, or that of `berth up`"
+            metavar="URL",
+            help="URL of Valkey.",
+            show_default="BERTH_VALKEY_URL, or that of `berth up`",
         ),
     ] = None,
 ) -> None:

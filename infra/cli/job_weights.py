@@ -37,7 +37,10 @@ def set_(
     api: OperatorApi,
     queue: Queue,
     weight: Annotated[
-        float, typer.Argument(min=0, max=1000, metavar="WEIGHT", help="0 to 1000; 1: the usual.")
+        float,
+        typer.Argument(
+            min=0, max=1000, metavar="WEIGHT", help="0 to 1000; the default of a queue is 1."
+        ),
     ],
     application: Application = None,
     reason: Reason = "requested",
@@ -50,7 +53,7 @@ def set_(
 def clear(
     api: OperatorApi, queue: Queue, application: Application = None, reason: Reason = "requested"
 ) -> CommandAnswer:
-    """Give a queue the usual weight, 1."""
+    """Give a queue the default weight, 1."""
     return _put(api, queue, None, application, reason)
 
 

@@ -43,7 +43,7 @@ own_jobs.add_commands(app)
 Valkey = Annotated[
     str | None,
     typer.Option(
-        metavar="URL", help="Valkey.", show_default="BERTH_VALKEY_URL, or that of `berth up`"
+        metavar="URL", help="URL of Valkey.", show_default="BERTH_VALKEY_URL, or that of `berth up`"
     ),
 ]
 
@@ -55,16 +55,18 @@ def _named(user: str | None) -> str | None:
 
 
 User = Annotated[
-    str | None, typer.Option(help="This user's own jobs, instead of the fleet's.", callback=_named)
+    str | None, typer.Option(help="Jobs of this user, instead of the fleet's.", callback=_named)
 ]
 Application = Annotated[
     str | None,
-    typer.Option(help="This application's jobs, instead of the fleet's.", callback=_named),
+    typer.Option(help="Jobs of this application, instead of the fleet's.", callback=_named),
 ]
 Watch = Annotated[bool, typer.Option("--watch", help="Refresh every second, until Ctrl-C.")]
-Queue = Annotated[str, typer.Option(help="Of this queue.")]
-Type = Annotated[str, typer.Option("--type", help="Of this type of job.")]
-Code = Annotated[str, typer.Option(help="Failed with this code, such as JOB_TIMEOUT.")]
+Queue = Annotated[str, typer.Option(help="Only jobs of this queue.")]
+Type = Annotated[str, typer.Option("--type", help="Only jobs of this type.")]
+Code = Annotated[
+    str, typer.Option(help="Only jobs that failed with this code, such as JOB_TIMEOUT.")
+]
 
 #: Seconds between two reads of `--watch`.
 _WATCH_INTERVAL_S = 1.0
@@ -193,7 +195,7 @@ def _watch(view: JobView, json: bool) -> None:
 def info(
     jobs: JobInspector,
     workers: Annotated[
-        bool, typer.Option("--workers", "-W", help="Runners and running jobs, too.")
+        bool, typer.Option("--workers", "-W", help="Also show runners and running jobs.")
     ] = False,
 ) -> JobView:
     """Show everything: queues, and how much waits, runs, is delayed and has failed."""
@@ -210,7 +212,7 @@ def queues(jobs: JobInspector) -> JobView:
 
 @_job_command(watch=True)
 def running(jobs: JobInspector) -> JobView:
-    """Show running jobs: since when, where, and how far they are."""
+    """Show running jobs: since when, where, and their progress."""
     return JobView(lambda: jobs.overview().running, tables.running_table)
 
 
@@ -226,7 +228,9 @@ def failed(
     queue: Queue = "",
     type_: Type = "",
     code: Code = "",
-    limit: Annotated[int, typer.Option(min=1, help="Most rows; the newest come first.")] = 100,
+    limit: Annotated[
+        int, typer.Option(min=1, help="Maximum number of rows; the newest come first.")
+    ] = 100,
 ) -> JobView:
     """Show the failed jobs; `berth jobs show JOB` has the traceback."""
     from infra.jobs.view import matching
@@ -236,7 +240,9 @@ def failed(
 
 
 @_job_command()
-def show(jobs: JobInspector, job: Annotated[str, typer.Argument(help="Its id.")]) -> CommandAnswer:
+def show(
+    jobs: JobInspector, job: Annotated[str, typer.Argument(help="Id of the job.")]
+) -> CommandAnswer:
     """Show one job: state, progress, how it ended, its traceback and output."""
     snapshot = jobs.job(job)
     if snapshot is None:
@@ -255,7 +261,7 @@ def _check_requeue(
 def requeue(
     jobs: JobInspector,
     job_ids: Annotated[
-        list[str] | None, typer.Argument(metavar="[JOB]…", help="Failed jobs.")
+        list[str] | None, typer.Argument(metavar="[JOB]…", help="Ids of failed jobs.")
     ] = None,
     all_: Annotated[bool, typer.Option("--all", help="All failed jobs.")] = False,
     queue: Queue = "",
@@ -278,7 +284,7 @@ def requeue(
 
 @_job_command(act="cancel")
 def cancel(
-    jobs: JobInspector, job: Annotated[str, typer.Argument(help="Its id.")]
+    jobs: JobInspector, job: Annotated[str, typer.Argument(help="Id of the job.")]
 ) -> CommandAnswer:
     """Cancel a job: a waiting one at once, a running one by ending its process. A failed one is
     removed."""

@@ -38,7 +38,7 @@ KeyFile = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 Reason = Annotated[str, typer.Option(help="Why; recorded in the audit trail.")]
-Limit = Annotated[int, typer.Option(min=1, help="Most rows.")]
+Limit = Annotated[int, typer.Option(min=1, help="Maximum number of rows.")]
 OfUser = Annotated[str, typer.Argument(metavar="USER", help="Id of the user.")]
 AccountId = Annotated[str, typer.Argument(metavar="ACCOUNT", help="Id of the account.")]
 Pool = Annotated[str, typer.Argument(metavar="[POOL]", help="Name of the pool.")]

@@ -44,7 +44,10 @@ _APPLICATION_COLUMNS = (
     "created_at, by: created_by"
 )
 Name = Annotated[
-    str, typer.Argument(metavar="APPLICATION", help="A letter, then a-z, 0-9 and '-'.")
+    str,
+    typer.Argument(
+        metavar="APPLICATION", help="Name of the application: a letter, then a-z, 0-9 and '-'."
+    ),
 ]
 
 
@@ -58,7 +61,7 @@ def add_commands(jobs_app: typer.Typer) -> None:
 def types(
     api: OperatorApi,
     type_: Annotated[
-        str, typer.Argument(metavar="[TYPE]", help="One type, with its arguments.")
+        str, typer.Argument(metavar="[TYPE]", help="Show only this type, with its arguments.")
     ] = "",
 ) -> CommandAnswer:
     """Show the job types of applications: versions, runners, and jobs that wait for a runner."""
@@ -119,7 +122,9 @@ def _aware_time(text: str) -> datetime:
 
 def enqueue(
     api: OperatorApi,
-    type_: Annotated[str, typer.Argument(metavar="TYPE", help="Such as shop/jobs.resize_image.")],
+    type_: Annotated[
+        str, typer.Argument(metavar="TYPE", help="Job type, such as shop/jobs.resize_image.")
+    ],
     arguments: Annotated[
         list[str] | None,
         typer.Option(
@@ -131,20 +136,24 @@ def enqueue(
     arguments_json: Annotated[
         str, typer.Option("--args", metavar="JSON", help="All arguments as one JSON object.")
     ] = "",
-    job_id: Annotated[str, typer.Option(help="An id: the same call with it is done once.")] = "",
-    queue: Annotated[str, typer.Option(help="Another queue than the type's.")] = "",
+    job_id: Annotated[
+        str, typer.Option(help="Id of the job. A repeat with the same id enqueues nothing.")
+    ] = "",
+    queue: Annotated[str, typer.Option(help="Queue, instead of the one of the type.")] = "",
     priority: Annotated[
-        int | None, typer.Option(min=0, max=9, help="0 to 9; a higher one comes earlier.")
+        int | None,
+        typer.Option(min=0, max=9, help="0 to 9; jobs of a higher priority run earlier."),
     ] = None,
-    delay: Annotated[float, typer.Option(min=0, help="Seconds until it may run.")] = 0.0,
+    delay: Annotated[float, typer.Option(min=0, help="Seconds until the job may run.")] = 0.0,
     at: Annotated[
-        datetime | None, typer.Option(parser=_aware_time, metavar="TIME", help="When it may run.")
+        datetime | None,
+        typer.Option(parser=_aware_time, metavar="TIME", help="Time from which the job may run."),
     ] = None,
     group: Annotated[str, typer.Option(help="Jobs of one group run one after the other.")] = "",
     unique: Annotated[
         str, typer.Option(help="While a job with this key has not ended, no other one is enqueued.")
     ] = "",
-    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for its end.")] = 0.0,
+    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for the job's end.")] = 0.0,
 ) -> CommandAnswer:
     """Enqueue a job. Exit code 1 if it failed while --wait lasted."""
     options = {
@@ -235,7 +244,7 @@ def rotate(
     name: Name,
     retire: Annotated[
         bool,
-        typer.Option("--retire", help="End the former key, once everything runs with the new one."),
+        typer.Option("--retire", help="End the former key. Everything must run with the new one."),
     ] = False,
     json: Json = False,
 ) -> CommandAnswer:

@@ -41,18 +41,22 @@ def start(
         typer.Option(help="Container image, or task definition on ECS; left out: the settings'."),
     ] = "",
     batch: Annotated[
-        int | None, typer.Option(min=1, help="Free workers at a time; usually 5.")
+        int | None, typer.Option(min=1, help="Free workers to replace at a time; usually 5.")
     ] = None,
     deadline: Annotated[
-        float | None, _seconds(help="After this users move, quiet or not; usually 8 hours.")
+        float | None,
+        _seconds(help="Time after which users move even if they are not quiet; usually 8 hours."),
     ] = None,
     quiet: Annotated[
         float | None, _seconds(help="Time without an order that makes a user quiet; usually 300.")
     ] = None,
     proof: Annotated[
-        float | None, _seconds(help="Wait for a first served user; usually 120.")
+        float | None,
+        _seconds(help="Time to wait until a new worker has served a user; usually 120."),
     ] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Stay until it ends.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show progress until the rollout ends.")
+    ] = False,
     reason: Reason = "requested",
     json: Json = False,
 ) -> CommandAnswer:
@@ -75,7 +79,10 @@ def rollout_status(
     api: OperatorApi,
     pool: Pool = "default",
     watch: Annotated[
-        bool, typer.Option("--watch", help="Stay until it ends; exit code 1 if it was rolled back.")
+        bool,
+        typer.Option(
+            "--watch", help="Show progress until it ends; exit code 1 if it was rolled back."
+        ),
     ] = False,
     json: Json = False,
 ) -> CommandAnswer:
@@ -177,20 +184,28 @@ def _policy_changes(**given: Any) -> dict[str, Any]:
 def set_policy(
     api: OperatorApi,
     pool: Pool = "default",
-    target: Annotated[int | None, typer.Option(min=0, help="Free workers to keep.")] = None,
-    minimum: Annotated[int | None, typer.Option(min=0, help="Never fewer.")] = None,
+    target: Annotated[
+        int | None, typer.Option(min=0, help="Number of free workers to keep.")
+    ] = None,
+    minimum: Annotated[
+        int | None, typer.Option(min=0, help="Minimum number of free workers.")
+    ] = None,
     maximum: Annotated[
-        int | None, typer.Option(min=0, help="Never more; 0: without a limit.")
+        int | None, typer.Option(min=0, help="Maximum number of free workers; 0: no limit.")
     ] = None,
     buffer: Annotated[
-        str | None, typer.Option(help="On top: 3, or 20% of the workers in use.")
+        str | None,
+        typer.Option(help="Free workers to add: 3, or 20% of the workers in use."),
     ] = None,
     demand_minutes: Annotated[
         float | None,
-        typer.Option(min=0, help="As many as were claimed in this many last minutes; 0: off."),
+        typer.Option(
+            min=0, help="Keep as many as were claimed in the last so many minutes; 0: off."
+        ),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=0, help="Workers in all; 0: without a limit.")
+        int | None,
+        typer.Option(min=0, help="Maximum number of workers, free and in use; 0: no limit."),
     ] = None,
     shrink_after: Annotated[
         float | None, typer.Option(min=0, help="Seconds before a surplus is stopped.")

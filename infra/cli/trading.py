@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from infra.client.models import OrderSnapshot
 
 
-User = Annotated[str | None, typer.Option("--user", metavar="USER", help="One user.")]
+User = Annotated[str | None, typer.Option("--user", metavar="USER", help="For one user.")]
 
 
 def install(root: typer.Typer) -> None:
@@ -54,7 +54,7 @@ def _add_switch(root: typer.Typer, name: str, state: str, help: str) -> None:
     def command(
         api: OperatorApi,
         reason: Reason,
-        everybody: Annotated[bool, typer.Option("--all", help="Everybody.")] = False,
+        everybody: Annotated[bool, typer.Option("--all", help="For all users.")] = False,
         user: User = None,
         account: Annotated[
             str | None, typer.Option(metavar="ACCOUNT", help="Only this account; needs --user.")
@@ -88,7 +88,7 @@ def switches(
         str | None, typer.Option(help="Only users whose ids begin with this.")
     ] = None,
     state: Annotated[str | None, typer.Option(help="Only halted, reducing or open ones.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="Most rows.")] = 100,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="Maximum number of rows.")] = 100,
 ) -> CommandAnswer:
     """Show every switch, who set it and why; with --user, what applies to that user."""
     answer = api.get("switches", user_id=user, prefix=prefix, state=state, limit=limit)
@@ -130,7 +130,11 @@ OrderEnd = Literal["filled", "cancelled", "rejected", "expired"]
 Price = Annotated[str | None, typer.Option(help="Limit price.")]
 RequestId = Annotated[
     str | None,
-    typer.Option("--id", help="The same id again is the same request.", show_default="a new one"),
+    typer.Option(
+        "--id",
+        help="Id of the request. A repeat with the same id is not carried out again.",
+        show_default="a new one",
+    ),
 ]
 
 
@@ -139,24 +143,36 @@ def place(
     api: OperatorApi,
     user: OfUser,
     account: AccountId,
-    side: Literal["buy", "sell"],
-    quantity: Annotated[int, typer.Argument(min=1, metavar="LOTS")],
-    symbol: Annotated[str, typer.Argument(metavar="SYMBOL")],
+    side: Annotated[Literal["buy", "sell"], typer.Argument(metavar="SIDE", help="buy or sell.")],
+    quantity: Annotated[
+        int, typer.Argument(min=1, metavar="LOTS", help="Quantity, in lots (odd lots: in shares).")
+    ],
+    symbol: Annotated[str, typer.Argument(metavar="SYMBOL", help="Symbol, such as 2330.")],
     price: Annotated[
-        str | None, typer.Option(help="Limit price; else it is a market order.")
+        str | None, typer.Option(help="Limit price; without it, a market order.")
     ] = None,
     time_in_force: Annotated[
-        models.TimeInForce | None, typer.Option("--tif", help="Until when.")
+        models.TimeInForce | None,
+        typer.Option("--tif", help="How long the order stays valid (time in force)."),
     ] = None,
-    lot: Annotated[models.OrderLot, typer.Option(help="Odd lots are shares.")] = "common",
-    condition: Annotated[models.OrderCondition, typer.Option(help="Of stocks.")] = "cash",
-    open_close: Annotated[models.OpenClose, typer.Option(help="Of futures.")] = "auto",
+    lot: Annotated[
+        models.OrderLot, typer.Option(help="Kind of lot. Odd lots count shares instead of lots.")
+    ] = "common",
+    condition: Annotated[
+        models.OrderCondition, typer.Option(help="Cash or credit, for stocks.")
+    ] = "cash",
+    open_close: Annotated[
+        models.OpenClose, typer.Option(help="Open or close a position, for futures.")
+    ] = "auto",
     round_price: Annotated[
         bool,
-        typer.Option("--round-price", help="Take the next price that is no worse, if it must be."),
+        typer.Option(
+            "--round-price",
+            help="Round a price between two ticks to the next one that is no worse for you.",
+        ),
     ] = False,
     range_market: Annotated[
-        bool, typer.Option("--mkp", help="A range market order (futures).")
+        bool, typer.Option("--mkp", help="Place a range market order (futures).")
     ] = False,
     request_id: RequestId = None,
 ) -> CommandAnswer:
@@ -182,8 +198,12 @@ def place(
 @api_command(app, "list")
 def list_orders(
     api: OperatorApi,
-    user: Annotated[str | None, typer.Argument(help="Id of the user; without: all users.")] = None,
-    state: Annotated[str | None, typer.Option(help="Only these: open, final, filled…")] = None,
+    user: Annotated[
+        str | None, typer.Argument(help="Id of the user; without it, all users.")
+    ] = None,
+    state: Annotated[
+        str | None, typer.Option(help="Only orders in this state: open, final, filled…")
+    ] = None,
     since: Annotated[str | None, typer.Option("--from", metavar="TIME", help=START_HELP)] = None,
     until: Annotated[str | None, typer.Option("--to", metavar="TIME", help=END_HELP)] = None,
     limit: Limit = 50,
@@ -238,7 +258,7 @@ def replace(
     api: OperatorApi,
     order: OrderId,
     quantity: Annotated[
-        int | None, typer.Option(min=1, help="New total, in lots (shares of an odd lot).")
+        int | None, typer.Option(min=1, help="New total quantity, in lots (odd lots: in shares).")
     ] = None,
     price: Price = None,
     request_id: RequestId = None,
@@ -290,7 +310,8 @@ def attention(
     api: OperatorApi,
     limit: Limit = 100,
     unknown: Annotated[
-        bool, typer.Option("--unknown", help="Also those about which Berth still asks the broker.")
+        bool,
+        typer.Option("--unknown", help="Also list orders about which Berth still asks the broker."),
     ] = False,
 ) -> CommandAnswer:
     """List orders whose outcome only an operator can find out, the longest waiting first, and what
@@ -322,8 +343,10 @@ def resolve(
     api: OperatorApi,
     order: OrderId,
     state: Annotated[OrderEnd, typer.Option(help="How it ended.")],
-    reason: Annotated[str, typer.Option(help="How it is known; recorded in the audit trail.")],
-    filled: Annotated[int, typer.Option(min=0, metavar="LOTS", help="Lots that were filled.")] = 0,
+    reason: Annotated[str, typer.Option(help="How you know it; recorded in the audit trail.")],
+    filled: Annotated[
+        int, typer.Option(min=0, metavar="LOTS", help="Number of lots that were filled.")
+    ] = 0,
     price: Annotated[str | None, typer.Option(help="Average price of the filled lots.")] = None,
 ) -> CommandAnswer:
     """Record how an order ended, after a check with the broker. The order is final then."""
@@ -356,8 +379,13 @@ def differences(api: OperatorApi, limit: Limit = 100) -> CommandAnswer:
 @api_command(app)
 def close(
     api: OperatorApi,
-    number: Annotated[int, typer.Argument(min=1, metavar="NUMBER", help="Of the difference.")],
-    reason: Annotated[str, typer.Option(help="What it was; recorded in the audit trail.")],
+    number: Annotated[
+        int,
+        typer.Argument(
+            min=1, metavar="NUMBER", help="Number of the difference, as `differences` shows it."
+        ),
+    ],
+    reason: Annotated[str, typer.Option(help="What the cause was; recorded in the audit trail.")],
 ) -> CommandAnswer:
     """Close a difference after a check with the broker: it is not reported again."""
     reply = api.post("reconciliations", str(number), "resolve", reason=reason)

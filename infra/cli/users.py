@@ -38,7 +38,9 @@ keys_app = command_group("API keys (an administrator's key is needed).")
 KeyId = Annotated[str, typer.Argument(metavar="ID", help="Id of the key, as `list` shows it.")]
 Paper = Annotated[
     bool,
-    typer.Option("--paper", help="Register it at the paper exchange of the local system, too."),
+    typer.Option(
+        "--paper", help="Also make the account at the paper exchange of the local system."
+    ),
 ]
 _ACCOUNTS = (
     "account: account_id, broker, type: broker_type, simulation, version, stored (UTC): updated_at"
@@ -52,7 +54,7 @@ def list_users(
     prefix: Annotated[str | None, typer.Option(help="Only ids that begin with this.")] = None,
     disabled: Annotated[
         bool | None,
-        typer.Option("--disabled/--enabled", help="Only disabled ones, or only the others."),
+        typer.Option("--disabled/--enabled", help="Only disabled users, or only enabled ones."),
     ] = None,
     limit: Limit = 100,
 ) -> CommandAnswer:
@@ -64,7 +66,7 @@ def list_users(
 
 @api_command(users_app)
 def show(api: OperatorApi, user: OfUser) -> CommandAnswer:
-    """Show a user and its accounts."""
+    """Show a user and their accounts."""
     details = api.get("users", user)
 
     def draw() -> None:
@@ -83,16 +85,19 @@ def show(api: OperatorApi, user: OfUser) -> CommandAnswer:
 def add(
     api: OperatorApi,
     user: Annotated[
-        str | None, typer.Argument(metavar="[USER]", help="Its id; else one is made up.")
+        str | None,
+        typer.Argument(metavar="[USER]", help="Id of the user; without it, Berth makes one up."),
     ] = None,
     paper: Paper = False,
     scope: Annotated[
         list[str] | None,
-        typer.Option(help="What its key may do, such as read; else all that a user may do."),
+        typer.Option(
+            help="What their key may do, such as read; without it, all that a user may do."
+        ),
     ] = None,
 ) -> CommandAnswer:
-    """Make a user, and print its API key this once. With --paper it has an account,
-    USER-account."""
+    """Create a user, and print their API key. It is not shown again. With --paper they have an
+    account, USER-account."""
     made = api.post("users", user_id=user, scopes=scope or None).body
     text = f"user {made['user_id']}, API key {made['api_key']}"
     if not paper:
@@ -126,7 +131,7 @@ def enable(api: OperatorApi, user: OfUser, reason: Reason = "requested") -> Comm
 
 @api_command(users_app, "remove")
 def remove_user(api: OperatorApi, user: OfUser, reason: Reason = "requested") -> CommandAnswer:
-    """Remove a disabled user for good, once its worker has ended and no order is open. Orders are
+    """Remove a disabled user for good, once their worker has ended and no order is open. Orders are
     kept."""
     api.delete("users", user, reason=reason)
     return CommandAnswer({"removed": user}, f"{user} is removed")
@@ -135,7 +140,13 @@ def remove_user(api: OperatorApi, user: OfUser, reason: Reason = "requested") ->
 @api_command(users_app)
 def certificates(
     api: OperatorApi,
-    within_days: Annotated[int, typer.Option(min=0, help="0: those that have expired.")] = 30,
+    within_days: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="List those that expire within so many days; 0: only those that have expired.",
+        ),
+    ] = 30,
     limit: Limit = 100,
 ) -> CommandAnswer:
     """List certificates of live accounts that have expired or expire soon."""
@@ -152,7 +163,7 @@ def certificates(
 def persons(
     api: OperatorApi,
     resolved: Annotated[
-        bool, typer.Option("--resolved", help="Also those that were decided.")
+        bool, typer.Option("--resolved", help="Also list pairs that were decided.")
     ] = False,
     limit: Limit = 100,
 ) -> CommandAnswer:
@@ -178,7 +189,7 @@ def persons(
 
 
 PairNumber = Annotated[
-    int, typer.Argument(min=1, metavar="NUMBER", help="Of the pair (`persons`).")
+    int, typer.Argument(min=1, metavar="NUMBER", help="Number of the pair, as `persons` shows it.")
 ]
 
 
@@ -224,11 +235,14 @@ def store(
     ] = Path("-"),
     certificate: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="PKCS#12 file, mode 0600, unless the JSON has it."),
+        typer.Option(
+            metavar="FILE",
+            help="PKCS#12 file with the certificate, mode 0600; not needed if the JSON has it.",
+        ),
     ] = None,
     paper: Paper = False,
 ) -> CommandAnswer:
-    """Store what the broker's login of an account needs; it is encrypted, and never shown again.
+    """Store the credentials of a broker account. They are encrypted, and never shown again.
 
     The JSON is the body of the REST API: broker (`berth broker list` shows them), and the
     credentials that it needs; for a real account simulation is false. A running worker is told to
@@ -309,18 +323,34 @@ def limits(
     api: OperatorApi,
     user: OfUser,
     account: AccountId,
-    max_quantity: Annotated[int | None, typer.Option(min=0, help="Lots of one order.")] = None,
-    max_notional: Annotated[
-        str | None, typer.Option(help="Value of one order, in the account's currency.")
+    max_quantity: Annotated[
+        int | None, typer.Option(min=0, help="Maximum quantity of one order, in lots.")
     ] = None,
-    max_daily_orders: Annotated[int | None, typer.Option(min=0, help="Orders of a day.")] = None,
+    max_notional: Annotated[
+        str | None, typer.Option(help="Maximum value of one order, in the account's currency.")
+    ] = None,
+    max_daily_orders: Annotated[
+        int | None, typer.Option(min=0, help="Maximum number of orders per day.")
+    ] = None,
     duplicate_window: Annotated[
         int | None,
-        typer.Option(min=0, metavar="SECONDS", help="In which a twin is refused; 0: never."),
+        typer.Option(
+            min=0,
+            metavar="SECONDS",
+            help="Seconds within which an identical order is refused; 0: never.",
+        ),
     ] = None,
-    price_band: Annotated[str | None, typer.Option(help="Share of the reference price.")] = None,
+    price_band: Annotated[
+        str | None,
+        typer.Option(
+            help="Maximum distance of a price from the reference price, as a share of it."
+        ),
+    ] = None,
     clear: Annotated[
-        bool, typer.Option("--clear", help="All others are as the settings say again.")
+        bool,
+        typer.Option(
+            "--clear", help="Reset the limits that are not given to those of the settings."
+        ),
     ] = False,
 ) -> CommandAnswer:
     """Show an account's limits, or change those that are given; the others stay."""
@@ -344,11 +374,11 @@ def list_keys(
     api: OperatorApi,
     user: Annotated[str | None, typer.Option(help="Only the keys of this user.")] = None,
     revoked: Annotated[
-        bool, typer.Option("--revoked", help="Revoked and expired ones, too.")
+        bool, typer.Option("--revoked", help="Also list revoked and expired keys.")
     ] = False,
     limit: Limit = 100,
 ) -> CommandAnswer:
-    """List API keys: role, scopes, sources, label, last use, end."""
+    """List API keys: role, scopes, sources, label, last use, expiry."""
     asked = {"user_id": user, "revoked": revoked or None}
     rows, has_more = api.rows("api-keys", name="api_keys", limit=limit, **asked)
     columns = (
@@ -373,19 +403,26 @@ def list_keys(
 def create_key(
     api: OperatorApi,
     role: Annotated[str, typer.Option(help="user, operator or admin.")],
-    label: Annotated[str, typer.Option(help="What it is for.")],
-    user: Annotated[str | None, typer.Option(help="Whose it is, for the role user.")] = None,
+    label: Annotated[str, typer.Option(help="What the key is for.")],
+    user: Annotated[
+        str | None, typer.Option(help="User that the key acts for, if the role is user.")
+    ] = None,
     scope: Annotated[
         list[str] | None,
-        typer.Option(help="What it may do, such as read; else all that the role may do."),
+        typer.Option(
+            help="What the key may do, such as read; without it, all that the role may do."
+        ),
     ] = None,
     source: Annotated[
-        list[str] | None, typer.Option(help="Address or network that may use it; else all.")
+        list[str] | None,
+        typer.Option(help="Address or network that may use the key; without it, all may."),
     ] = None,
-    days: Annotated[float, typer.Option(min=0, max=36_500, help="Days until it ends.")] = 90.0,
-    no_end: Annotated[bool, typer.Option("--no-end", help="It ends when it is revoked.")] = False,
+    days: Annotated[
+        float, typer.Option(min=0, max=36_500, help="Days until the key expires.")
+    ] = 90.0,
+    no_end: Annotated[bool, typer.Option("--no-end", help="The key does not expire.")] = False,
 ) -> CommandAnswer:
-    """Make an API key, and print it this once."""
+    """Create an API key, and print it. It is not shown again."""
     body: dict[str, Any] = {"role": role, "label": label, "user_id": user}
     body |= {"scopes": scope or None, "sources": source or []}
     body["expires_at"] = None if no_end else (datetime.now(UTC) + timedelta(days=days)).isoformat()
@@ -412,10 +449,10 @@ def rotate_key(
     api: OperatorApi,
     key_id: KeyId,
     hours: Annotated[
-        float, typer.Option(min=0, max=720, help="Hours until the old one ends.")
+        float, typer.Option(min=0, max=720, help="Hours until the old key expires.")
     ] = 24.0,
 ) -> CommandAnswer:
-    """Make a key in place of another, and print it this once; the other one ends a while later."""
+    """Create a key in place of another one, and print it once. The other one expires later."""
     made = api.post("api-keys", key_id, "rotate", overlap_hours=hours).body
     return CommandAnswer(made, made["api_key"])
 
@@ -426,16 +463,17 @@ def revoke_key(
     key_id: KeyId,
     reason: Reason = "requested",
     webhooks: Annotated[
-        bool, typer.Option("--webhooks", help="Revoke the webhooks that it has made, too.")
+        bool, typer.Option("--webhooks", help="Also revoke the webhooks that the key has made.")
     ] = False,
     keys: Annotated[
         bool,
         typer.Option(
-            "--keys", help="Revoke the API keys that it has made, and what these have made."
+            "--keys",
+            help="Also revoke the API keys that the key has made, and what these have made.",
         ),
     ] = False,
 ) -> CommandAnswer:
-    """Revoke an API key: no API process takes it any more, and its event streams end.
+    """Revoke an API key: no API process accepts it any more, and its event streams end.
 
     The ID `self` is that of the key that this command uses.
     """

@@ -47,20 +47,28 @@ class Rounding(StrEnum):
     REFUSE = "refuse"
 
 
-WebhookId = Annotated[str, typer.Argument(metavar="ID", help="Of the webhook, as `list` shows it.")]
+WebhookId = Annotated[
+    str, typer.Argument(metavar="ID", help="Id of the webhook, as `list` shows it.")
+]
 UnitOption = Annotated[
-    Unit | None, typer.Option(help="What a quantity of stocks counts. TradingView sends shares.")
+    Unit | None, typer.Option(help="Unit of a quantity of stocks. TradingView sends shares.")
 ]
-OddOption = Annotated[Odd | None, typer.Option(help="What becomes of shares beyond full lots.")]
+OddOption = Annotated[Odd | None, typer.Option(help="What to do with shares beyond full lots.")]
 ModeOption = Annotated[
-    Mode | None, typer.Option(help="An entry's quantity: what is opened, or all that is traded.")
+    Mode | None,
+    typer.Option(
+        help="What the quantity of an entry counts: what it opens, or all that it trades."
+    ),
 ]
-RoundingOption = Annotated[Rounding | None, typer.Option(help="A limit price between two ticks.")]
-LabelOption = Annotated[str | None, typer.Option(help="What you call it.")]
+RoundingOption = Annotated[
+    Rounding | None, typer.Option(help="What to do with a limit price between two ticks.")
+]
+LabelOption = Annotated[str | None, typer.Option(help="Your name for the webhook.")]
 ExpiryOption = Annotated[
     str | None,
     typer.Option(
-        metavar="TIME", help="When it ends, such as 2026-12-31T13:30:00+08:00; else it does not."
+        metavar="TIME",
+        help="When it expires, such as 2026-12-31T13:30:00+08:00; without it, never.",
     ),
 ]
 
@@ -96,14 +104,17 @@ def create(
     label: LabelOption = None,
     expires_at: ExpiryOption = None,
     source: Annotated[
-        list[str] | None, typer.Option(help="Address or network that may post; else all.")
+        list[str] | None,
+        typer.Option(help="Address or network that may send signals; without it, all may."),
     ] = None,
     window: Annotated[
         int,
-        typer.Option(min=1, max=3600, help="Seconds that a signal's time may differ from ours."),
+        typer.Option(
+            min=1, max=3600, help="Seconds by which a signal's time may differ from the server's."
+        ),
     ] = 60,
 ) -> CommandAnswer:
-    """Make an address for signals, and print it and its secret this once.
+    """Create a webhook, and print its address and secret. They are not shown again.
 
     An account of stocks needs --quantity-unit.
     """
@@ -128,7 +139,7 @@ def change(
     label: LabelOption = None,
     expires_at: ExpiryOption = None,
     no_expiry: Annotated[
-        bool, typer.Option("--no-expiry", help="It does not end any more.")
+        bool, typer.Option("--no-expiry", help="The webhook no longer expires.")
     ] = False,
 ) -> CommandAnswer:
     """Change what a webhook's quantities count and how
@@ -166,12 +177,10 @@ def rotate(
     webhook: WebhookId,
     overlap: Annotated[
         float,
-        typer.Option(
-            min=0, max=2_592_000, help="Seconds for which the secret before still counts."
-        ),
+        typer.Option(min=0, max=2_592_000, help="Seconds for which the old secret stays valid."),
     ] = 86_400,
 ) -> CommandAnswer:
-    """Give a webhook a new secret, and print it this once."""
+    """Give a webhook a new secret, and print it. It is not shown again."""
     row = api.post("users", user, "webhooks", webhook, "rotate", overlap_s=overlap).body
     return CommandAnswer(row, f"webhook {webhook}\nsecret {row['secret']}")
 
@@ -181,9 +190,9 @@ def calls(
     api: OperatorApi,
     user: OfUser,
     webhook: WebhookId,
-    limit: Annotated[int, typer.Option(min=1, max=200, help="Calls to show, at most.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, max=200, help="Maximum number of calls.")] = 50,
 ) -> CommandAnswer:
-    """List what came to a webhook lately, the newest first, and what became of it."""
+    """List the latest calls of a webhook, the newest first, and what became of each."""
     rows = api.get("users", user, "webhooks", webhook, "calls", limit=limit)["calls"]
     for row in rows:
         row["orders"] = len(row["order_ids"])
@@ -203,7 +212,7 @@ def try_signal(
         str, typer.Argument(metavar="JSON", help="The signal, such as TradingView sends it.")
     ],
     position: Annotated[
-        int | None, typer.Option(help="The position to plan from; else the broker is asked.")
+        int | None, typer.Option(help="Position to plan from; without it, Berth asks the broker.")
     ] = None,
 ) -> CommandAnswer:
     """Check and plan a signal as if it came now, and place nothing."""
@@ -230,7 +239,7 @@ def try_signal(
 
 @api_command(webhooks_app)
 def revoke(api: OperatorApi, user: OfUser, webhook: WebhookId) -> CommandAnswer:
-    """Revoke a webhook: from now on nothing is taken there."""
+    """Revoke a webhook: it accepts no more signals."""
     done = api.delete("users", user, "webhooks", webhook).body
     return CommandAnswer(done, f"webhook {webhook} is revoked")
 
@@ -247,7 +256,9 @@ def _texts(label: str | None, expires_at: str | None) -> dict[str, str]:
     return {name: text for name, text in given.items() if text is not None}
 
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="As it comes in signals, in any case.")]
+Name = Annotated[
+    str, typer.Argument(metavar="NAME", help="Name as signals have it, in upper or lower case.")
+]
 
 
 @api_command(symbols_app, "list")
@@ -261,7 +272,9 @@ def list_symbols(api: OperatorApi) -> CommandAnswer:
 def set_symbol(
     api: OperatorApi,
     name: Name,
-    symbol: Annotated[str, typer.Argument(metavar="SYMBOL", help="Such as 2330, TXFL6 or TXF1!.")],
+    symbol: Annotated[
+        str, typer.Argument(metavar="SYMBOL", help="What it means, such as 2330, TXFL6 or TXF1!.")
+    ],
 ) -> CommandAnswer:
     """Give a name a meaning, for signals that come from now on."""
     row = api.put("symbols", name, symbol=symbol).body

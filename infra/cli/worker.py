@@ -32,7 +32,9 @@ app = command_group(
     "2 usage."
 )
 
-Wait = Annotated[float, typer.Option(min=0, max=60, help="Seconds to wait; 0 only asks.")]
+Wait = Annotated[
+    float, typer.Option(min=0, max=60, help="Seconds to wait until it is done; 0: do not wait.")
+]
 
 
 @api_command(app, "list")
@@ -42,11 +44,11 @@ def list_workers(
         str | None, typer.Option(help="Only this state, such as Reconnecting.")
     ] = None,
     user: Annotated[
-        str | None, typer.Option(metavar="PREFIX", help="Only ids with this prefix.")
+        str | None, typer.Option(metavar="PREFIX", help="Only users whose ids begin with this.")
     ] = None,
     limit: Limit = 100,
 ) -> CommandAnswer:
-    """List users whose worker runs or waits to. The index is a moment behind."""
+    """List users whose worker runs or waits to start. The list may be a moment behind."""
     rows, has_more = api.rows("workers", name="workers", limit=limit, state=state, user_id=user)
     columns = "user: user_id, state, worker: worker_id, pool, started (UTC): started_at"
     cells = {"state": lambda row: tables.state_text(row["state"])}
@@ -73,7 +75,7 @@ def _outcome(reply: ApiReply, done: str, asked: str, *, wait: float) -> CommandA
 def start(
     api: OperatorApi, user: OfUser, wait: Wait = 30.0, reason: Reason = "requested"
 ) -> CommandAnswer:
-    """Make the user's worker Active, if it is not."""
+    """Start the user's worker, and wait until it is Active."""
     reply = api.post("users", user, "worker", "start", reason=reason, wait=wait)
     body = reply.body
     done = (
@@ -113,7 +115,9 @@ def timeline(
     api: OperatorApi,
     user: OfUser,
     after: Annotated[int | None, typer.Option(min=0, help="Only changes after this id.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="Most past changes.")] = 100,
+    limit: Annotated[
+        int, typer.Option(min=1, max=1000, help="Maximum number of past changes.")
+    ] = 100,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Then show new changes, until Ctrl-C.")
     ] = False,

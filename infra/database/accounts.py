@@ -41,7 +41,7 @@ FAILED_LOGIN_WINDOW_S = 3600
 
 
 class TooManyAccounts(BerthError, code="TOO_MANY_ACCOUNTS", status=409):
-    """The user has as many broker accounts as a user may have."""
+    """The user has the maximum number of broker accounts. Remove one that is no longer needed."""
 
 
 class AccountNotFound(UnknownAccount, code="ACCOUNT_NOT_FOUND", status=404):
@@ -53,8 +53,8 @@ class StillInUse(BerthError, code="STILL_IN_USE", status=409):
 
 
 class AccountDiffers(BerthError, code="ACCOUNT_DIFFERS", status=409):
-    """An account stays the one that it is at its broker, live or in simulation, and is stored
-    once."""
+    """An account id cannot change to another account at the broker, or between simulation and live;
+    and no account at the broker can be stored under two ids."""
 
 
 class LiveAccountRefused(BerthError, code="LIVE_ACCOUNT_REFUSED", status=403):
@@ -105,11 +105,11 @@ async def put_account(
         if (name == account_id) != (at_broker == placed):
             kind = "simulation" if at_broker[1] else "live"
             raise AccountDiffers(
-                f"account {name} is {at_broker[2]} at {at_broker[0]}, {kind}, and stays so: store "
-                "another one under another id, or remove that one first"
+                f"account {name} is {at_broker[2]} at {at_broker[0]}, {kind}. Store "
+                "another account under another id, or remove this one first."
             )
     if len(held.keys() - {account_id}) >= MAX_ACCOUNTS:
-        raise TooManyAccounts(f"user {user_id} has {MAX_ACCOUNTS} accounts, which is the most")
+        raise TooManyAccounts(f"user {user_id} has {MAX_ACCOUNTS} accounts, which is the maximum")
     shown = {
         "broker": broker,
         "broker_type": broker_type,

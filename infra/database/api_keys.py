@@ -45,7 +45,7 @@ MAX_SESSIONS = 20
 
 
 class ApiKeyLimitReached(BerthError, code="API_KEY_LIMIT", status=409):
-    """There are as many API keys as there may be. Revoke one that is not needed any more."""
+    """The maximum number of API keys exists. Revoke one that is no longer needed."""
 
 
 class ApiKeyNotFound(BerthError, code="API_KEY_NOT_FOUND", status=404):

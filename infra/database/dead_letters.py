@@ -154,7 +154,7 @@ class DeadLetter:
 
 
 class DeadLetterNotFound(BerthError, code="DEAD_LETTER_NOT_FOUND", status=404):
-    """There is no such dead letter, or what failed has gone through since."""
+    """There is no such dead letter, or what failed has succeeded since."""
 
 
 def reason_of(error: Exception) -> str:

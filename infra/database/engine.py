@@ -77,7 +77,7 @@ class OutcomeUnconfirmed(DatabaseUnavailable, code="DATABASE_OUTCOME_UNKNOWN", r
 
 
 class DatabaseUrlRefused(BerthError, code="DATABASE_URL_REFUSED"):
-    """The address of PostgreSQL asks for a kind of TLS that we do not have."""
+    """The URL of PostgreSQL asks for a TLS mode that Berth does not support."""
 
 
 def is_pooled(database_url: str) -> bool:

@@ -30,7 +30,8 @@ class ImageNotAllowed(BerthError, code="IMAGE_NOT_ALLOWED", status=422):
 
 
 class ImageNotExact(BerthError, code="IMAGE_NOT_EXACT", status=422):
-    """What the image stands for could change: name it by its digest, or its revision on ECS."""
+    """The image's name could mean another image later. Name it by its digest, or on ECS by its
+    revision."""
 
 
 def check_exact(launcher: str, image: str) -> None:

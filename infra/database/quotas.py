@@ -23,7 +23,7 @@ MAX_DAILY_ENDS = 10_000
 
 
 class DailyQuotaReached(BerthError, code="DAILY_QUOTA", retryable=True, status=429):
-    """The user has asked for as much as a user may in a day. The count begins anew at midnight in
+    """The user has reached the daily limit of these calls. The count starts again at midnight in
     the home zone."""
 
 

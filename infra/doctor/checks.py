@@ -109,7 +109,7 @@ async def _delivery(settings: Settings) -> None:
 
 
 class UnitUnconfirmed(BerthError, code="UNIT_UNCONFIRMED", retryable=True):
-    """Nobody has confirmed what the quantities of a webhook count."""
+    """Nobody has confirmed whether the quantities of a webhook are shares or lots."""
 
 
 async def _webhooks(settings: Settings) -> None:

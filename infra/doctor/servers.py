@@ -34,11 +34,11 @@ USE_POOLER = (
 
 
 class SettingRefused(BerthError, code="SETTING_REFUSED"):
-    """A setting is wrong: waiting does not help."""
+    """A setting is wrong. Correct it and start again."""
 
 
 class ServerRefuses(BerthError, code="SERVER_REFUSES", retryable=True):
-    """A server answers, and does not do what is asked of it."""
+    """A server answers, but refuses what it is asked to do."""
 
 
 class Check(NamedTuple):

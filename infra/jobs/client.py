@@ -43,7 +43,7 @@ OPEN_STATES = frozenset({"waiting", "delayed", "grouped", "running"})
 
 
 class JobIdReused(BerthError, code="JOB_ID_REUSED", status=409):
-    """Another job was asked for under this id."""
+    """Another job was enqueued under this id. Choose another id."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ _TRIAL_TIMEOUT_S = 30.0
 
 
 class AccountsUnavailable(BerthError, code="ACCOUNTS_UNAVAILABLE"):
-    """Workers get no user ids of their own."""
+    """This host cannot give workers user ids of their own."""
 
 
 class UserIds:

@@ -19,7 +19,7 @@ from worker_runtime.protocol.errors import BerthError
 
 
 class LimitsUnavailable(BerthError, code="LIMITS_UNAVAILABLE"):
-    """This host lets the node set no limits."""
+    """This host does not allow the node to set limits."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,8 +73,8 @@ log = structlog.get_logger()
 
 
 class PayloadNotDecrypted(BerthError, code="PAYLOAD_NOT_DECRYPTED"):
-    """A payload of Temporal cannot be read: altered, made for another workflow, in clear, or under
-    a key that is not in the key file."""
+    """A payload of Temporal cannot be read: altered, made for another workflow, not encrypted, or
+    encrypted with a key that is not in the key file."""
 
 
 @dataclass(frozen=True, slots=True)

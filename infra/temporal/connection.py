@@ -33,7 +33,7 @@ log = structlog.get_logger()
 
 
 class TemporalRefused(TemporalUnavailable, code="TEMPORAL_REFUSED", retryable=False):
-    """Temporal's server and our settings do not fit together."""
+    """The settings do not fit this Temporal server."""
 
 
 class TemporalSettingsInvalid(BerthError, code="TEMPORAL_SETTINGS_INVALID"):

@@ -26,8 +26,8 @@ log = structlog.get_logger()
 
 
 class CertificateFileRefused(CheckFailed, code="CERTIFICATE_REFUSED"):
-    """The certificate is no PKCS#12, its password is another one,
-    or opening it takes too much work."""
+    """The file is not a PKCS#12 certificate, its password is wrong, or opening it takes too much
+    work."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ class KmsUnavailable(BerthError, code="KMS_UNAVAILABLE", retryable=True):
 
 
 class KmsKeyUnknown(BerthError, code="KMS_KEY_UNKNOWN"):
-    """BERTH_MASTER_KMS_KEY is not the ARN of a key (an alias is none)."""
+    """BERTH_MASTER_KMS_KEY is not the ARN of a key. An alias is not accepted."""
 
 
 #: Seconds to connect, and for an answer: a claim waits for it.

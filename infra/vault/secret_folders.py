@@ -45,8 +45,8 @@ class SecretsUnavailable(BerthError, code="SECRETS_UNAVAILABLE", retryable=True)
 
 
 class SecretChanged(BerthError, code="SECRET_CHANGED"):
-    """Another command has changed the keys meanwhile,
-    so that nothing was stored: run yours again."""
+    """Another command changed the keys in the meantime, so nothing was stored. Run your command
+    again."""
 
 
 class SecretMalformed(BerthError, code="SECRET_MALFORMED"):

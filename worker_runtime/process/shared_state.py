@@ -15,7 +15,7 @@ import math
 import mmap
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from hashlib import blake2b
@@ -350,6 +350,12 @@ class Lease:
         return (
             max(_MIN_REPLY_TIMEOUT_S, self.usable()) if self._shared_state.broker_open else math.inf
         )
+
+    def wait_limit_of_call(self, timeout_s: float) -> Callable[[], float]:
+        """Returns a function that says how many of `timeout_s` seconds from now a call of the
+        broker may still wait for room; 0 when the lease is not renewed."""
+        until = time.monotonic() + timeout_s
+        return lambda: until - time.monotonic() if self.usable() > 0 else 0.0
 
     def usable(self) -> float:
         """Returns the seconds that a broker call may take from now. If zero or less, no call may be

@@ -63,7 +63,7 @@ class InvalidSeal(BerthError, code="INVALID_SEAL"):
 
 
 class InvalidSignature(BerthError, code="INVALID_SIGNATURE"):
-    """The message was not signed by whom it names, or was altered on its way."""
+    """The message was not signed by the sender that it names, or was altered on its way."""
 
 
 class NewerKeyNeeded(InvalidSignature, code="NEWER_KEY_NEEDED"):
@@ -87,7 +87,7 @@ class Draining(BerthError, code="DRAINING", retryable=True):
 
 
 class ClaimRefused(BerthError, code="CLAIM_REFUSED", retryable=True):
-    """The worker already belongs to someone."""
+    """The worker did not accept the claim: it belongs to another user, or the claim has ended."""
 
 
 class WorkerUnavailable(BerthError, code="WORKER_UNAVAILABLE", retryable=True):
@@ -95,8 +95,8 @@ class WorkerUnavailable(BerthError, code="WORKER_UNAVAILABLE", retryable=True):
 
 
 class PoolExhausted(WorkerUnavailable, code="POOL_EXHAUSTED"):
-    """All workers that there may be are in use; retry within 30 s to keep your place in the
-    queue."""
+    """All workers of the pool are in use, and it may have no more; retry within 30 s to keep your
+    place in the queue."""
 
     #: Seconds after which the caller may ask again (`retry_after`).
     RETRY_AFTER_S: ClassVar[float] = 5.0
@@ -123,7 +123,7 @@ class UnknownAccount(BerthError, code="UNKNOWN_ACCOUNT", status=422):
 
 
 class BrokerError(BerthError, code="BROKER_ERROR", status=503):
-    """The broker refused or could not be reached."""
+    """The broker refused the request or could not be reached."""
 
 
 class LoginRejected(BrokerError, code="LOGIN_REJECTED", status=422):
@@ -148,7 +148,7 @@ class BrokerClockRefused(BrokerUnreachable, code="BROKER_CLOCK_REFUSED"):
 
 
 class BrokerMaintenance(BrokerUnreachable, code="BROKER_MAINTENANCE"):
-    """The broker is closed for maintenance; nothing was sent on."""
+    """The broker is closed for maintenance; nothing was sent to it."""
 
 
 class SessionDown(BrokerError, code="SESSION_DOWN", retryable=True):
@@ -205,7 +205,8 @@ class SymbolBlocked(BerthError, code="SYMBOL_BLOCKED", status=409):
 
 
 class AccountBlocked(BerthError, code="ACCOUNT_BLOCKED", status=409):
-    """The account's books differ from the broker's; a person has to look first."""
+    """The account's books differ from the broker's. An operator has to settle the difference
+    first."""
 
 
 class RateLimited(BerthError, code="RATE_LIMITED", retryable=True, status=429):
@@ -217,19 +218,20 @@ class CheckFailed(BerthError, code="CHECK_FAILED", status=422):
 
 
 class QuantityLimit(CheckFailed, code="QUANTITY_LIMIT"):
-    """The quantity is above what one order may have."""
+    """The quantity exceeds the limit for one order."""
 
 
 class NotionalLimit(CheckFailed, code="NOTIONAL_LIMIT"):
-    """The order's value is above what one order may have."""
+    """The order's value exceeds the limit for one order."""
 
 
 class PriceBand(CheckFailed, code="PRICE_BAND"):
-    """The price is further from the day's reference price than an order's may be."""
+    """The price is too far from the day's reference price."""
 
 
 class PriceOffTick(CheckFailed, code="PRICE_OFF_TICK"):
-    """The price is between two steps of the symbol's prices, and nobody asked to round it."""
+    """The price is between two price steps of the symbol, and the order does not ask for
+    rounding."""
 
 
 class PriceLimit(CheckFailed, code="PRICE_LIMIT"):
@@ -237,15 +239,15 @@ class PriceLimit(CheckFailed, code="PRICE_LIMIT"):
 
 
 class DailyOrderLimit(CheckFailed, code="DAILY_ORDER_LIMIT", status=429):
-    """The account has placed as many orders today as it may."""
+    """The account has reached its daily limit of orders."""
 
 
 class PriceTypeRule(CheckFailed, code="PRICE_TYPE_RULE"):
-    """The exchange does not take this price type with this time in force."""
+    """The exchange does not accept this price type with this time in force."""
 
 
 class OrderTermsRule(CheckFailed, code="ORDER_TERMS_RULE"):
-    """The market does not take these terms, or this quantity, in one order."""
+    """The market does not accept these terms, or this quantity, in one order."""
 
 
 class BrokerNotInstalled(CheckFailed, code="BROKER_NOT_INSTALLED", status=409):

@@ -15,8 +15,10 @@ from worker_runtime.protocol.messages import PlaceOrder, WorkerEventKind
 from worker_runtime.session.control import ControlHandler, SessionParts
 from worker_runtime.session.queue_reader import PostponedOrder, RequestQueueReader
 from worker_runtime.session.request_handler import RequestHandler
+from worker_runtime.trading.account_lister import AccountLister
 from worker_runtime.trading.account_session import OpenedAccount
 from worker_runtime.trading.broker_calls import BrokerCalls
+from worker_runtime.trading.broker_pauses import BrokerPauses
 from worker_runtime.trading.broker_sessions import BrokerSessions
 from worker_runtime.trading.health import HealthMonitor
 from worker_runtime.trading.instrument_lists import InstrumentReader
@@ -86,12 +88,12 @@ class RequestLoop:
             wake=parts.wake,
             log=log,
         )
-        self.broker_sessions = BrokerSessions(
-            attempts,
+        pauses = BrokerPauses(rate_limiter)
+        lister = AccountLister(
             lease=self._lease,
             shared_state=shared_state,
-            health=self.health,
             rate_limiter=rate_limiter,
+            pauses=pauses,
             reconcile=AccountReconciler(
                 self._tracker,
                 worker_id=config.worker_id,
@@ -99,6 +101,16 @@ class RequestLoop:
                 add_event=send_buffer.add_event,
                 log=log,
             ).reconcile,
+            log=log,
+        )
+        self.broker_sessions = BrokerSessions(
+            attempts,
+            lease=self._lease,
+            shared_state=shared_state,
+            health=self.health,
+            rate_limiter=rate_limiter,
+            pauses=pauses,
+            lister=lister,
             login_pause=config.login_pause,
             log=log,
         )

@@ -83,7 +83,7 @@ class BrokerCalls:
 
     def note_pause(self, account_id: str, error: BerthError) -> None:
         """Takes the pause for which the broker may ask with this error of a call."""
-        self.broker_sessions.note_pause(self.session(account_id).account, error)
+        self.broker_sessions.pauses.note(self.session(account_id).account, error)
 
     def call_timeout(self, item: QueueItem) -> float:
         """Returns the seconds that a broker call may take now.

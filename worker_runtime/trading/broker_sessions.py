@@ -7,17 +7,16 @@ take. Timeouts are seconds.
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import KW_ONLY, dataclass, field
 
-from worker_runtime.brokers.port import Broker, ConnectionKey
+from worker_runtime.brokers.port import Broker
 from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import Lease, SharedState, WorkerActivity
 from worker_runtime.protocol.errors import (
     BerthError,
     BrokerMaintenance,
     BrokerUnreachable,
-    BrokerVersionRefused,
     LeaseLost,
     LoginLimited,
     LoginRejected,
@@ -25,20 +24,15 @@ from worker_runtime.protocol.errors import (
     UnknownAccount,
     from_code,
 )
-from worker_runtime.trading.account_session import (
-    PAUSE_ERRORS,
-    AccountSession,
-    OpenedAccount,
-    apply_min_pause,
-)
+from worker_runtime.trading.account_lister import AccountLister
+from worker_runtime.trading.account_session import AccountSession, OpenedAccount
+from worker_runtime.trading.broker_pauses import BrokerPauses
 from worker_runtime.trading.health import HealthMonitor
 from worker_runtime.trading.login_attempts import LoginAttempts
-from worker_runtime.trading.rate_limiter import CallKind, SharedRateLimiter, WaitLimit
+from worker_runtime.trading.rate_limiter import CallKind, SharedRateLimiter
 
 #: Seconds that a health ping may take.
 PING_TIMEOUT_S = 5.0
-#: Seconds that one listing of orders and positions may take.
-LISTING_TIMEOUT_S = 5.0
 #: Seconds that a connect waits for other accounts after one that connected: most are as quick.
 _NEXT_LOGIN_TIMEOUT_S = 0.2
 #: Seconds after its begin that a login of another account is waited for: more than most need (1 to
@@ -50,19 +44,19 @@ _LOGIN_END_TIMEOUT_S = 1.0
 
 @dataclass(eq=False, repr=False)
 class BrokerSessions:
+    """Holds the sessions of the user's accounts: logs in, checks, rebuilds, replaces and closes."""
+
     attempts: LoginAttempts
     _: KW_ONLY
     lease: Lease
     shared_state: SharedState
     health: HealthMonitor
     rate_limiter: SharedRateLimiter
-    reconcile: Callable[[ConnectionKey, Broker, float], bool]
+    pauses: BrokerPauses
+    lister: AccountLister
     login_pause: float
     log: Log
     _account_sessions: dict[str, AccountSession] = field(default_factory=dict, init=False)
-    #: CLOCK_MONOTONIC seconds until which a person makes no call, by the name under which their
-    #: calls are counted.
-    _paused_until: dict[str, float] = field(default_factory=dict, init=False)
 
     @property
     def loaded(self) -> bool:
@@ -115,7 +109,7 @@ class BrokerSessions:
             if self._connected():
                 last = min(last, time.monotonic() + _NEXT_LOGIN_TIMEOUT_S)
         for session in missing:
-            self._list(session, until - time.monotonic())
+            self.lister.list_account(session, until - time.monotonic())
         if not self._connected():
             errors = [
                 session.error or session.refused or BrokerUnreachable()
@@ -135,7 +129,7 @@ class BrokerSessions:
             any_login = True
             if session.broker is None:
                 self.rate_limiter.release_connections([session.account])
-                self.note_pause(session.account, session.error)
+                self.pauses.note(session.account, session.error)
             self._show_open()
         return any_login
 
@@ -161,7 +155,7 @@ class BrokerSessions:
             if self.has_other_session(session.name):
                 return self._begin(session, timeout)
             session.opened(self._login(session.account, timeout, at_most))
-            self._list(session, min(until - time.monotonic(), at_most))
+            self.lister.list_account(session, min(until - time.monotonic(), at_most))
         except BerthError as error:
             session.failed(error)
             raise
@@ -203,9 +197,20 @@ class BrokerSessions:
         until = time.monotonic() + timeout
         self.drop_if_ended(session)
         if session.broker is not None:
-            self._check_pause(session.account)
+            self.pauses.check(session.account)
         if session.suspect:
             self.ping(session, until - time.monotonic())
+        self._await_login(session, until, at_most)
+        if listed:
+            self._await_listing(session, until, at_most)
+        if session.broker is None:
+            raise session.error or BrokerUnreachable()
+        session.used_at = time.monotonic()
+        return session.broker
+
+    def _await_login(self, session: AccountSession, until: float, at_most: float) -> None:
+        """Begins the login that the account lacks, and waits for one under way, at most `at_most`
+        seconds: see `ensure_session`. Raises if no session can be had in time."""
         others = [
             other.changed_at
             for other in self.account_sessions()
@@ -221,16 +226,10 @@ class BrokerSessions:
             if not self.collect_logins(last_try - time.monotonic()):
                 raise BrokerUnreachable("the login of this account is under way")
             self.health.update(self.account_sessions(), session.name)
-        if listed:
-            self._await_listing(session, until, at_most)
-        if session.broker is None:
-            raise session.error or BrokerUnreachable()
-        session.used_at = time.monotonic()
-        return session.broker
 
     def relist(self, session: AccountSession, timeout: float) -> BerthError | None:
         """Tries again to list the orders and positions of a live session; returns the error."""
-        error = self._list(session, timeout)
+        error = self.lister.list_account(session, timeout)
         self.health.update(self.account_sessions(), session.name)
         return error
 
@@ -263,8 +262,10 @@ class BrokerSessions:
         if session.broker is None or min(timeout, self.lease.usable()) <= 0:
             return
         until = time.monotonic() + timeout
-        self._check_pause(session.account)
-        self.rate_limiter.spend(session.account, CallKind.QUERY, self._wait_limit(timeout))
+        self.pauses.check(session.account)
+        self.rate_limiter.spend(
+            session.account, CallKind.QUERY, self.lease.wait_limit_of_call(timeout)
+        )
         limit = min(until - time.monotonic(), PING_TIMEOUT_S, self.lease.usable())
         if limit <= 0:
             return
@@ -274,7 +275,7 @@ class BrokerSessions:
         except Exception as error:  # whatever it is, the session cannot be trusted
             if isinstance(error, BrokerMaintenance) and error.retry_after:
                 # Another login would be one call more, and each may extend the pause.
-                self.note_pause(session.account, error)
+                self.pauses.note(session.account, error)
                 raise
             self.drop(session, type(error).__name__)
             return
@@ -355,7 +356,7 @@ class BrokerSessions:
         if old is not None and old.broker is not None:
             self._end(old.broker, old.account)
         self._account_sessions[name] = new
-        self._list(new, until - time.monotonic())
+        self.lister.list_account(new, until - time.monotonic())
 
     def _login(self, account: OpenedAccount, timeout: float, at_most: float = math.inf) -> Broker:
         limit = min(self._reserve(account, timeout, timeout), at_most)
@@ -364,34 +365,8 @@ class BrokerSessions:
                 return self.attempts.open(account, limit)
         except BerthError as error:
             self.rate_limiter.release_connections([account])
-            self.note_pause(account, error)
+            self.pauses.note(account, error)
             raise
-
-    def note_pause(self, account: OpenedAccount, error: BerthError | None) -> None:
-        """Takes a pause for which the broker asks with this error of a call: until its end no
-        account of the person makes a call, in no worker, and no successor of this one logs in. A
-        refused SDK version does not concern the person, so it is not noted."""
-        if not isinstance(error, PAUSE_ERRORS) or isinstance(error, BrokerVersionRefused):
-            return
-        if not error.retry_after:
-            return
-        apply_min_pause(account.key, error)
-        pause = max(error.retry_after, self.rate_limiter.note_pause(account, error.retry_after))
-        until = time.monotonic() + pause
-        for name in account.budgets:
-            self._paused_until[name] = max(until, self._paused_until.get(name, 0.0))
-
-    def _pause_left(self, account: OpenedAccount) -> float:
-        """Returns the seconds for which the broker wants no call of the account's person."""
-        until = max((self._paused_until.get(name, 0.0) for name in account.budgets), default=0.0)
-        return max(0.0, until - time.monotonic())
-
-    def _check_pause(self, account: OpenedAccount) -> None:
-        """Raises `BrokerMaintenance` while the broker wants no call of the account's person."""
-        if (pause := self._pause_left(account)) > 0:
-            raise BrokerMaintenance(
-                "The broker has asked for a pause. Nothing was sent.", retry_after=pause
-            )
 
     def _reserve(self, account: OpenedAccount, timeout: float, wait: float) -> float:
         """Takes the room for one login, after at most `wait`; returns the seconds it may take."""
@@ -400,9 +375,9 @@ class BrokerSessions:
             raise LeaseLost
         if timeout <= 0:
             raise BrokerUnreachable("no time was left to connect")
-        if (pause := self._pause_left(account)) > 0:
+        if (pause := self.pauses.seconds_left(account)) > 0:
             raise LoginLimited("the broker has asked for a pause", retry_after=pause)
-        self.rate_limiter.connect(account, self._wait_limit(wait))
+        self.rate_limiter.connect(account, self.lease.wait_limit_of_call(wait))
         limit = min(until - time.monotonic(), self.lease.usable())
         if limit <= 0:
             self.rate_limiter.release_connections([account])
@@ -430,40 +405,10 @@ class BrokerSessions:
             if session.suspect:
                 self.ping(session, until - time.monotonic())
             error = self.relist(session, until - time.monotonic())
-            if isinstance(error, RateLimited) or (error and self._pause_left(session.account)):
+            if isinstance(error, RateLimited) or (
+                error and self.pauses.seconds_left(session.account)
+            ):
                 raise error
-
-    def _list(self, session: AccountSession, timeout: float) -> BerthError | None:
-        """Lists the orders once; keeps, logs and returns the error if that fails. Only a ping can
-        tell that a session is dead."""
-        if session.broker is None or min(timeout, self.lease.usable()) <= 0:
-            return None
-        until = time.monotonic() + timeout
-        try:
-            self._check_pause(session.account)
-            self.rate_limiter.spend(
-                session.account, CallKind.QUERY, self._wait_limit(timeout), cost=2
-            )
-        except BerthError as error:
-            self.log.warning("listing_postponed", account=session.name, code=error.code)
-            session.listing_failed(error.code, self._pause_left(session.account))
-            return error
-        limit = min(until - time.monotonic(), LISTING_TIMEOUT_S, self.lease.usable())
-        if limit <= 0:  # the wait for room took all of it
-            return None
-        try:
-            with self.shared_state.busy(limit):
-                positions_known = self.reconcile(session.account.key, session.broker, limit)
-        except Exception as error:  # an adapter's fault must not end the session
-            code = error.code if isinstance(error, BerthError) else type(error).__name__
-            self.log.warning("listing_failed", account=session.name, code=code)
-            known = error if isinstance(error, BerthError) else None
-            self.note_pause(session.account, known)
-            session.listing_failed(code, self._pause_left(session.account))
-            session.suspect = not isinstance(error, RateLimited)  # a ping would be one call more
-            return known
-        session.listing_succeeded(positions_known)
-        return None
 
     def drop(self, session: AccountSession, reason: str, *, tell: bool = True) -> None:
         """Closes a session that has ended. The next call that needs it rebuilds it."""
@@ -473,12 +418,6 @@ class BrokerSessions:
             self.log.warning("broker_session_lost", account=session.name, reason=reason)
             if tell:
                 self.health.update(self.account_sessions())
-
-    def _wait_limit(self, seconds: float) -> WaitLimit:
-        """Returns how many of `seconds` from now a call may still wait for room; 0 when the lease
-        is not renewed."""
-        until = time.monotonic() + seconds
-        return lambda: until - time.monotonic() if self.lease.usable() > 0 else 0.0
 
     def _end(self, broker: Broker | None, account: OpenedAccount) -> None:
         self.attempts.close(broker)

@@ -19,8 +19,9 @@ from worker_runtime.process.shared_state import SharedState, WorkerActivity
 from worker_runtime.protocol.errors import BerthError, BrokerError, BrokerMaintenance, RateLimited
 from worker_runtime.protocol.launch import ExitCode
 from worker_runtime.protocol.messages import WorkerEventKind
+from worker_runtime.trading.account_lister import LISTING_TIMEOUT_S
 from worker_runtime.trading.account_session import AccountSession
-from worker_runtime.trading.broker_sessions import LISTING_TIMEOUT_S, PING_TIMEOUT_S, BrokerSessions
+from worker_runtime.trading.broker_sessions import PING_TIMEOUT_S, BrokerSessions
 from worker_runtime.trading.health import AddWorkerEvent, logins_of
 
 #: Failed logins in a row after which this process is given up.

@@ -14,7 +14,7 @@ of what may follow a state, and every state's deadline.
 | Reconnecting | the event `connected`, or credentials | as Active; `restore_credentials` |
 | IdleTimeout | nothing | `_drain`, in the same step |
 | Draining | `stop_worker` | `_end`: Terminated, or PoolIdle if another worker is needed |
-| Parked | the signal `resume` | `_step`: PoolIdle; `_drain` at the deadline |
+| Parked | the signal `resume` | `_leave_parked`: PoolIdle; `_drain` at the deadline |
 | Terminated | callers' answers, and the rows of the timeline | `_may_close`: the run ends |
 
 The steps of Claimed, Connecting and Failed are in `startup.py`, those of a worker in service in
@@ -23,6 +23,8 @@ The steps of Claimed, Connecting and Failed are in `startup.py`, those of a work
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from temporalio import workflow
@@ -54,6 +56,9 @@ from workflows.user_worker import supervision
 from workflows.user_worker.lifecycle import SharedFuture, StartFailed, WorkerLifecycle
 from workflows.user_worker.startup import CrashedTooOften, NothingToAdopt, start_worker
 from workflows.user_worker.visibility import Timeline
+
+#: What `run` does next: one transition, or one check, of the lifecycle.
+Step = Callable[[], Coroutine[Any, Any, None]]
 
 #: Characters of a reason that somebody gives.
 MAX_REASON_LENGTH = 200
@@ -88,10 +93,11 @@ class UserWorkerWorkflow:
         life = self._life
         while not life.state.ended:
             try:
-                if not self._is_step_due():
+                if self._next_step(timed=False) is None:
                     life.show()
                     await self._sleep()
-                await self._step()
+                if step := self._next_step(timed=True):
+                    await step()
             except asyncio.CancelledError:
                 # `temporal workflow cancel`: the worker must not be left alone.
                 life.shutdown = "cancelled"
@@ -221,21 +227,45 @@ class UserWorkerWorkflow:
 
     # --- one step after the other -----------------------------------------------------------------
 
-    def _is_step_due(self) -> bool:
-        life = self._life
-        state = life.state
-        urgent = (
-            life.lost or life.given_up or life.suspect or life.unmarked or state.needs_credentials
-        )
-        return bool(
-            life.stop
-            or life.shutdown
-            or (state.serving and urgent)
-            or (state.state == WorkerState.POOL_IDLE and (life.start or self._adopt))
-            or (state.state == WorkerState.PARKED and self._resume)
-            or life.reload
-            or self._may_renew()
-        )
+    def _next_step(self, *, timed: bool) -> Step | None:
+        """Returns the most urgent step that is due; None if none is.
+
+        With `timed`, steps that are due because a time has come count, too. They are left out
+        while the run sleeps: its timer alone wakes it for them, so a replay sees the same timers.
+        """
+        life, state = self._life, self._life.state
+        if life.stop:
+            return self._continue_stop
+        if life.shutdown:
+            return self._shut_down
+        if state.serving and (step := self._next_step_in_service(timed=timed)):
+            return step
+        if state.state == WorkerState.PARKED and self._resume:
+            return self._leave_parked
+        if state.state == WorkerState.POOL_IDLE and (life.start or self._adopt):
+            return self._begin
+        if life.reload:
+            return partial(supervision.serve_reload, life, life.reload)
+        if self._may_renew():
+            return self._renew
+        if timed and state.deadline is not None and life.now() >= state.deadline:
+            return self._meet_deadline
+        return None
+
+    def _next_step_in_service(self, *, timed: bool) -> Step | None:
+        """Returns what a worker in service needs most urgently; None if it needs nothing."""
+        life, state = self._life, self._life.state
+        if life.broker_failed:
+            return partial(self._apply, supervision.WorkerDecision(give_up=life.broker_failed))
+        if life.lost:
+            return partial(self._apply, supervision.WorkerDecision(replace="the worker ended"))
+        if life.suspect or life.unmarked:
+            return partial(self._check, supervision.check_suspect)
+        if state.needs_credentials:
+            return partial(self._check, supervision.restore_credentials)
+        if timed and 0.0 < state.move_at <= life.now():
+            return partial(self._check, supervision.check_quiet)
+        return None
 
     def _may_renew(self) -> bool:
         """Returns True if continue-as-new is due and nothing is under way."""
@@ -244,47 +274,40 @@ class UserWorkerWorkflow:
         return settled and life.renewal_due and workflow.all_handlers_finished()
 
     async def _sleep(self) -> None:
+        """Waits until a step is due, the state changes, or the next time limit has come."""
         before = self._life.state
         until = before.deadline
         if before.serving and before.move_at and until is not None:
             until = min(until, before.move_at)
         remaining = None if until is None else max(until - self._life.now(), 0.0)
         await wait_until(
-            lambda: self._is_step_due() or self._life.state is not before,
+            lambda: self._next_step(timed=False) is not None or self._life.state is not before,
             remaining,
             f"deadline of {before.state}",
         )
 
-    async def _step(self) -> None:
-        life, state = self._life, self._life.state
-        if life.stop:
-            await self._continue_stop()
-        elif life.shutdown:
-            await self._drain(life.shutdown, reopen=state.serving)
-        elif state.serving and life.broker_failed:
-            await self._apply(supervision.WorkerDecision(give_up=life.broker_failed))
-        elif state.serving and life.lost:
-            await self._apply(supervision.WorkerDecision(replace="the worker ended"))
-        elif state.serving and (life.suspect or life.unmarked):
-            await self._apply(await supervision.check_suspect(life))
-        elif state.serving and state.needs_credentials:
-            await self._apply(await supervision.restore_credentials(life))
-        elif state.serving and 0.0 < state.move_at <= life.now():
-            await self._apply(await supervision.check_quiet(life))
-        elif state.state == WorkerState.PARKED and self._resume:
-            self._resume = False
-            life.state = state.resumed(life.now())
-        elif state.state == WorkerState.POOL_IDLE and (life.start or self._adopt):
-            await self._begin()
-        elif life.reload:
-            await supervision.serve_reload(life, life.reload)
-        elif self._may_renew():
-            life.continue_as_new()
-        elif state.deadline is not None and life.now() >= state.deadline:
-            if state.serving:
-                await self._apply(await supervision.check_deadline(life))
-            else:
-                await self._drain(f"nobody came while {state.state}", reopen=False)
+    async def _shut_down(self) -> None:
+        await self._drain(self._life.shutdown, reopen=self._life.state.serving)
+
+    async def _leave_parked(self) -> None:
+        self._resume = False
+        self._life.state = self._life.state.resumed(self._life.now())
+
+    async def _renew(self) -> None:
+        self._life.continue_as_new()
+
+    async def _meet_deadline(self) -> None:
+        state = self._life.state
+        if state.serving:
+            await self._check(supervision.check_deadline)
+        else:
+            await self._drain(f"nobody came while {state.state}", reopen=False)
+
+    async def _check(
+        self, check: Callable[[WorkerLifecycle], Awaitable[supervision.WorkerDecision]]
+    ) -> None:
+        """Checks the worker in service, and does what the check decides."""
+        await self._apply(await check(self._life))
 
     async def _apply(self, decision: supervision.WorkerDecision) -> None:
         life = self._life

@@ -107,14 +107,13 @@ _MIN_TAG_BY_CLOCK = (
     f"cast(least(greatest(9 * extract(epoch from clock_timestamp() at time zone '{HOME_ZONE_NAME}'"
     " - :trading_day), 1), 777600) as bigint)"
 )
-#: One statement and one round trip.
-#: `blocked`: has a row if something forbids the order.
-#: `counter`: takes the account's next number of the day, unless the order is blocked.
-#: `not_duplicate`: has a row if no identical order was placed within the window. Without a window
-#: it is not asked.
-#: `placed`: a client order id that was used before makes no row, and only uses up a number.
-_INSERT_ORDER = text(f"""
-with unsettled as ({UNSETTLED_ORDERS}), blocked as (
+# The steps of the statement that accepts an order (`_INSERT_ORDER`). Each may read the rows of the
+# steps before it. Of `counter`, `number` and `placed` each has one row, or none if the one before
+# has none; then no order is written.
+
+#: Has a row for each reason that forbids the order: an earlier order of unknown outcome, an open
+#: reconciliation of the account, a disabled user, a switch. `find_refusal` finds the same reasons.
+_BLOCKED = """
   select 1 from unsettled
   union all
   select 1 from reconciliations
@@ -127,7 +126,10 @@ with unsettled as ({UNSETTLED_ORDERS}), blocked as (
      and scope in ('all', 'user\\:' || :user_id, 'self\\:' || :user_id,
                    'account\\:' || :user_id || '\\:' || :account_id,
                    'self\\:' || :user_id || '\\:' || :account_id)
-), counter as (
+"""
+#: Takes the account's next number of the day. Has no row if the order is blocked, if there is no
+#: such account, or if the broker has rejected its login.
+_COUNTER = f"""
   insert into order_tags (user_id, account_id, trading_day, last, used)
   select user_id, account_id, :trading_day, {_MIN_TAG_BY_CLOCK}, 1 from broker_accounts
    where user_id = :user_id and account_id = :account_id and not login_rejected
@@ -135,7 +137,10 @@ with unsettled as ({UNSETTLED_ORDERS}), blocked as (
   on conflict (user_id, account_id, trading_day) do update
      set last = greatest(order_tags.last + 1, excluded.last), used = order_tags.used + 1
   returning last
-), not_duplicate as (
+"""  # noqa: S608 - a constant of ours
+#: Notes the latest order with this fingerprint. Has no row if another one was placed within the
+#: window; one that ended unfilled does not count. Not used without a window.
+_NOT_DUPLICATE = """
   insert into order_twins (user_id, fingerprint, client_order_id, at)
   select :user_id, :fingerprint, :client_order_id, clock_timestamp() from counter
    where :duplicate_window_s <> 0
@@ -149,11 +154,17 @@ with unsettled as ({UNSETTLED_ORDERS}), blocked as (
                     and ended.state in ('rejected', 'expired', 'cancelled')
                     and ended.filled_quantity = 0)
   returning 1
-), number as (
+"""
+#: Makes the number of the order's tag (`_TAG`) of the day and the account's number of that day.
+_NUMBER = """
   select cast((cast(:trading_day as date) - date '2026-01-01') % 1296 as bigint) * 1679616
          + last % 1679616 as tag
     from counter where :duplicate_window_s = 0 or exists (select from not_duplicate)
-), placed as (
+"""
+#: Writes the order. Has no row if the client order id was used before: the first order stays as it
+#: is, and the repeat only uses up a number. Of two processes that run this at once with the same
+#: id, PostgreSQL lets one write the order, and the other one waits for its commit.
+_PLACED = f"""
   insert into orders (id, user_id, account_id, client_order_id, fingerprint, symbol, side, quantity,
                       price_type, price, time_in_force, lot, condition, open_close,
                       tag, trading_day, state, generation, first_epoch, deadline_at, reduce_only,
@@ -166,20 +177,35 @@ with unsettled as ({UNSETTLED_ORDERS}), blocked as (
   from number
   on conflict on constraint orders_client_order_id do nothing
   returning *
-), noted as (
+"""  # noqa: S608 - a constant of ours
+#: Writes the order's first event, with the bounds that the worker enforces.
+_NOTED = """
   insert into order_events (event_id, order_id, state, at, data)
   select id || '\\:accepted', id, 'accepted', created_at,
          jsonb_strip_nulls(jsonb_build_object('trace', nullif(:trace, '')))
            || cast(:bounds as jsonb)
     from placed
-), audited as (
+"""
+#: Writes the order's entry of the audit trail.
+_AUDITED = """
   insert into audit_trail (actor, action, subject, data)
   select :actor, 'order.accepted', 'order\\:' || id,
          jsonb_build_object('user', user_id, 'account', account_id,
                             'client_order_id', client_order_id, 'symbol', symbol, 'side', side,
                             'quantity', quantity, 'lot', lot)
   from placed
-)
+"""
+#: Accepts an order in one round trip. Returns its row, or none if it was refused or is a repeat
+#: (`_repeat_or_refusal` finds out which).
+_INSERT_ORDER = text(f"""
+with unsettled as ({UNSETTLED_ORDERS}),
+     blocked as ({_BLOCKED}),
+     counter as ({_COUNTER}),
+     not_duplicate as ({_NOT_DUPLICATE}),
+     number as ({_NUMBER}),
+     placed as ({_PLACED}),
+     noted as ({_NOTED}),
+     audited as ({_AUDITED})
 select {_COLUMNS} from placed
 """)  # noqa: S608 - a constant of ours
 # asyncpg wants a type for each parameter; they are those of the columns.

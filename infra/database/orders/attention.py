@@ -28,11 +28,11 @@ MAX_REASON_LENGTH = 2_000
 
 
 class OrderSettled(BerthError, code="ORDER_SETTLED", status=409):
-    """The order is final already."""
+    """The order is already final."""
 
 
 class ResolutionInvalid(BerthError, code="RESOLUTION_INVALID", status=422):
-    """An order cannot have ended like this."""
+    """The order cannot have ended in this way; the detail says why."""
 
 
 @dataclass(frozen=True, kw_only=True)

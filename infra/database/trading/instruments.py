@@ -22,7 +22,7 @@ TOLD_COLUMNS = tuple(name for name in Instrument.__struct_fields__ if name != "p
 
 
 class InstrumentNotFound(BerthError, code="INSTRUMENT_NOT_FOUND", status=404):
-    """The broker's last list does not have this instrument, nor had an earlier one of late."""
+    """Neither the broker's last list nor a recent one has this instrument."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,7 @@ _WAITS = WebhookCall.completed_at.is_(None)
 
 
 class SignalLeaseLost(BerthError, code="SIGNAL_LEASE_LOST", retryable=True):
-    """Another process carries this signal out."""
+    """Another API process is carrying out this signal."""
 
 
 @dataclass(frozen=True)

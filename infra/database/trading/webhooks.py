@@ -34,7 +34,7 @@ _IN_USE = Webhook.revoked_at.is_(None) & or_(
 
 
 class WebhookLimitReached(BerthError, code="WEBHOOK_LIMIT", status=409):
-    """The user has as many webhooks as a user may have."""
+    """The user has the maximum number of webhooks. Revoke one that is no longer needed."""
 
 
 def _hash(text: str) -> str:

@@ -10,6 +10,7 @@ from uuid import uuid4
 from temporalio.client import Client
 
 from activities.events.mark_watcher import MarkWatcher
+from activities.events.valkey_restorer import ValkeyRestorer
 from infra import tasks
 from infra.database.workers import sessions as worker_sessions
 from tests.support.activities.harness import ActivityHarness
@@ -60,7 +61,12 @@ async def run_mark_watcher(harness: ActivityHarness, temporal: Client) -> AsyncI
     """Runs the watcher of marks until the block ends."""
     settings = harness.settings.model_copy(update={"mark_ttl": WATCH_SETTLE_S})
     watcher = MarkWatcher(
-        harness.client, temporal, settings, SECRETS, interval=0.05, min_absence=WATCH_CONFIRM_S
+        harness.client,
+        temporal,
+        settings,
+        ValkeyRestorer(harness.client, SECRETS),
+        interval=0.05,
+        min_absence=WATCH_CONFIRM_S,
     )
     task = asyncio.create_task(watcher.run())
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tests.support.brokers.fake import FakeBroker, FakeMarket
 from tests.support.brokers.rate_limiters import CountingBudget
@@ -14,7 +14,9 @@ from worker_runtime.protocol.errors import (
     BerthError,
 )
 from worker_runtime.protocol.messages import AccountLogin, Credentials, WorkerEventKind
+from worker_runtime.trading.account_lister import AccountLister
 from worker_runtime.trading.account_session import OpenedAccount
+from worker_runtime.trading.broker_pauses import BrokerPauses
 from worker_runtime.trading.broker_sessions import BrokerSessions
 from worker_runtime.trading.health import HealthMonitor
 from worker_runtime.trading.login_attempts import LoginAttempts
@@ -49,13 +51,25 @@ class MarketConnections:
             wake=lambda: None,
             log=log,
         )
+        #: Lists an account and compares it; a test may set another one.
+        self.reconcile: Callable[[ConnectionKey, Broker, float], bool] = lambda *_: True
+        pauses = BrokerPauses(self.budget)
+        lister = AccountLister(
+            lease=lease,
+            shared_state=self.shared_state,
+            rate_limiter=self.budget,
+            pauses=pauses,
+            reconcile=lambda key, broker, timeout: self.reconcile(key, broker, timeout),
+            log=log,
+        )
         self.broker_sessions = BrokerSessions(
             attempts,
             lease=lease,
             shared_state=self.shared_state,
             health=self.health,
             rate_limiter=self.budget,
-            reconcile=lambda key, broker, timeout: True,
+            pauses=pauses,
+            lister=lister,
             login_pause=2.0,
             log=log,
         )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from activities.events.mark_watcher import (
+from activities.events.missing_marks import (
     MAX_READ_GAP_S,
     SIGNAL_RETRY_INTERVAL_S,
     MissingMarkTracker,

@@ -48,7 +48,8 @@ _Values = Annotated[
 
 
 class TooManyOrders(BerthError, code="TOO_MANY_ORDERS", status=422):
-    """More orders than one job can carry; take a shorter time, or the export of the API."""
+    """There are more orders than one job can carry. Choose a shorter time, or use the export of the
+    API."""
 
 
 class OrderRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

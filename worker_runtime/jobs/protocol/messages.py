@@ -52,8 +52,8 @@ _KEY_PATTERN = re.compile(r"[!-z|~]{1,128}")
 
 
 class UnknownJob(BerthError, code="JOB_UNKNOWN", retryable=True):
-    """This runner does not do jobs of that type;
-    another one may, if it is newer or has the keys."""
+    """This runner does not run jobs of that type. Another runner may, if it is newer or has the
+    keys."""
 
 
 class JobFailed(BerthError, code="JOB_FAILED"):
@@ -61,7 +61,7 @@ class JobFailed(BerthError, code="JOB_FAILED"):
 
 
 class JobTimeout(JobFailed, code="JOB_TIMEOUT"):
-    """The job took longer than it may, and was killed."""
+    """The job was killed because it took longer than its timeout."""
 
 
 class JobCrashed(JobFailed, code="JOB_CRASHED"):
@@ -69,7 +69,7 @@ class JobCrashed(JobFailed, code="JOB_CRASHED"):
 
 
 class JobMemoryExceeded(JobFailed, code="JOB_MEMORY_EXCEEDED"):
-    """The job took more memory than its type may have, and was killed."""
+    """The job was killed because it took more memory than its type may have."""
 
 
 class JobOutcomeUnknown(JobFailed, code="JOB_OUTCOME_UNKNOWN"):

@@ -12,8 +12,10 @@ import pytest
 from sqlalchemy import text
 from temporalio.client import Client
 
-from activities.events.mark_watcher import MarkWatcher, MissingMarkTracker
+from activities.events.mark_watcher import MarkWatcher
+from activities.events.missing_marks import MissingMarkTracker
 from activities.events.pump import EventPump
+from activities.events.valkey_restorer import ValkeyRestorer
 from activities.maintenance.scan import FleetScanner
 from activities.pool import entries
 from infra.database.trading import switches
@@ -87,7 +89,9 @@ async def test_a_switch_that_a_worker_ruined_is_written_again(
     harness: ActivityHarness, temporal: Client, value: str
 ) -> None:
     hostile, other = await start_watched_user(harness), await start_watched_user(harness)
-    watcher = MarkWatcher(harness.client, temporal, harness.settings, SECRETS)
+    watcher = MarkWatcher(
+        harness.client, temporal, harness.settings, ValkeyRestorer(harness.client, SECRETS)
+    )
     absences = MissingMarkTracker(confirm=0, settle=0)
     key = keys.switch(hostile.user)
     async with harness.database.engine.connect() as connection:
@@ -168,7 +172,9 @@ async def test_values_of_100_megabytes_are_not_read(
         for name in harness.made
         if name not in {worker.ref.worker_id for worker in fleet.serving}
     )
-    watcher = MarkWatcher(harness.client, temporal, harness.settings, SECRETS)
+    watcher = MarkWatcher(
+        harness.client, temporal, harness.settings, ValkeyRestorer(harness.client, SECRETS)
+    )
     await swell(harness, keys.mark(marked.user), HUGE)
     await reply_of(harness.client.delete(keys.metadata(reporting.user)))
     for key, field in (

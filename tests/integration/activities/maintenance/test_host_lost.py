@@ -10,11 +10,9 @@ import structlog
 from sqlalchemy import text
 from temporalio.client import Client
 
-from activities.events.mark_watcher import (
-    MAX_QUIET_USERS_PER_CHECK,
-    MarkWatcher,
-    MissingMarkTracker,
-)
+from activities.events.mark_watcher import MAX_QUIET_USERS_PER_CHECK, MarkWatcher
+from activities.events.missing_marks import MissingMarkTracker
+from activities.events.valkey_restorer import ValkeyRestorer
 from infra.valkey.client import reply_of
 from tests.support.activities import listener
 from tests.support.activities.harness import ActivityHarness
@@ -61,7 +59,9 @@ class Watch:
 
     def __init__(self, harness: ActivityHarness, temporal: Client) -> None:
         self._harness = harness
-        self._watcher = MarkWatcher(harness.client, temporal, harness.settings, SECRETS)
+        self._watcher = MarkWatcher(
+            harness.client, temporal, harness.settings, ValkeyRestorer(harness.client, SECRETS)
+        )
         self._absences = MissingMarkTracker(confirm=CONFIRM, settle=SETTLE)
 
     async def check(self) -> list[str]:

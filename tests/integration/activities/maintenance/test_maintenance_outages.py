@@ -16,6 +16,7 @@ import pytest
 from temporalio.client import Client
 
 from activities.events.mark_watcher import MarkWatcher
+from activities.events.valkey_restorer import ValkeyRestorer
 from infra import tasks
 from infra.local.servers import ValkeyServer
 from infra.valkey import client as valkey
@@ -51,7 +52,13 @@ async def ready(harness: ActivityHarness, temporal: Client) -> tuple[MaintainedF
 async def watched(fleet: MaintainedFleet) -> AsyncIterator[None]:
     """Runs the watcher as well, which puts owner keys back."""
     harness = fleet.harness
-    watcher = MarkWatcher(harness.client, fleet.temporal, harness.settings, SECRETS, interval=0.05)
+    watcher = MarkWatcher(
+        harness.client,
+        fleet.temporal,
+        harness.settings,
+        ValkeyRestorer(harness.client, SECRETS),
+        interval=0.05,
+    )
     task = asyncio.create_task(watcher.run())
     try:
         yield

@@ -12,7 +12,9 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 from temporalio.client import Client
 
-from activities.events.mark_watcher import MarkWatcher, MissingMarkTracker
+from activities.events.mark_watcher import MarkWatcher
+from activities.events.missing_marks import MissingMarkTracker
+from activities.events.valkey_restorer import ValkeyRestorer
 from infra import tasks
 from infra.database.engine import DatabaseUnavailable
 from infra.database.locks import lead
@@ -59,7 +61,9 @@ async def test_after_a_flush_the_owners_are_back_and_the_workers_left_alone(
     harness: ActivityHarness, temporal: Client
 ) -> None:
     workers = [await start_watched_user(harness) for _ in range(2)]
-    watcher = MarkWatcher(harness.client, temporal, harness.settings, SECRETS)
+    watcher = MarkWatcher(
+        harness.client, temporal, harness.settings, ValkeyRestorer(harness.client, SECRETS)
+    )
     absences = MissingMarkTracker(confirm=0.0, settle=30.0)
     async with (
         listening(temporal, names.user_worker_id(workers[0].user)) as handle,
@@ -89,7 +93,10 @@ async def test_workers_that_share_a_login_find_their_scripts_on_a_new_server(
 ) -> None:
     """They may not bring any, as on ElastiCache."""
     watcher = MarkWatcher(
-        harness.client, temporal, harness.settings, SECRETS, database=harness.database
+        harness.client,
+        temporal,
+        harness.settings,
+        ValkeyRestorer(harness.client, SECRETS, database=harness.database),
     )
     await harness.client.script_flush()
     async with harness.database.engine.connect() as connection:
@@ -109,13 +116,13 @@ async def test_while_valkey_is_away_the_watcher_reports_nobody_and_continues(
         harness.database.engine.connect() as connection,
     ):
         await worker.die()
-        await MarkWatcher(away, temporal, harness.settings, SECRETS).check_marks(
-            connection, absences
-        )
+        await MarkWatcher(
+            away, temporal, harness.settings, ValkeyRestorer(away, SECRETS)
+        ).check_marks(connection, absences)
         assert await handle.query(ListenerWorkflow.heard) == []
-        await MarkWatcher(harness.client, temporal, harness.settings, SECRETS).check_marks(
-            connection, absences
-        )
+        await MarkWatcher(
+            harness.client, temporal, harness.settings, ValkeyRestorer(harness.client, SECRETS)
+        ).check_marks(connection, absences)
         assert len(await signals(handle, 1)) == 1
     await away.aclose()
 
@@ -126,7 +133,9 @@ async def test_one_without_a_workflow_is_logged_once_and_no_more(
     worker = await start_watched_user(harness)
     await worker.die()
     watcher, absences = (
-        MarkWatcher(harness.client, temporal, harness.settings, SECRETS),
+        MarkWatcher(
+            harness.client, temporal, harness.settings, ValkeyRestorer(harness.client, SECRETS)
+        ),
         MissingMarkTracker(confirm=0.0, settle=0.0),
     )
     async with harness.database.engine.connect() as connection:
@@ -142,7 +151,13 @@ async def test_a_slow_temporal_makes_no_check_so_long_that_absences_begin_anew(
     dead = [await start_watched_user(harness) for _ in range(3)]
     for worker in dead:
         await worker.die()
-    watcher = MarkWatcher(harness.client, temporal, harness.settings, SECRETS, signalling=0.0)
+    watcher = MarkWatcher(
+        harness.client,
+        temporal,
+        harness.settings,
+        ValkeyRestorer(harness.client, SECRETS),
+        signalling=0.0,
+    )
     absences, told = MissingMarkTracker(confirm=0.0, settle=0.0), []
     async with harness.database.engine.connect() as connection:
         for number in range(1, 4):

@@ -12,7 +12,9 @@ from worker_runtime.process.clock import NS_PER_S, boot_ns
 from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import LEASE_MARGIN_S, Lease, SharedState
 from worker_runtime.protocol.messages import Credentials
+from worker_runtime.trading.account_lister import AccountLister
 from worker_runtime.trading.account_session import OpenedAccount
+from worker_runtime.trading.broker_pauses import BrokerPauses
 from worker_runtime.trading.broker_sessions import BrokerSessions
 from worker_runtime.trading.health import HealthMonitor
 from worker_runtime.trading.login_attempts import LoginAttempts
@@ -56,14 +58,25 @@ def test_all_sessions_are_closed_at_once_and_the_board_says_so_afterwards() -> N
         wake=lambda: None,
         log=log,
     )
+    rate_limiter = UnlimitedRateLimiter()
+    pauses = BrokerPauses(rate_limiter)
+    lister = AccountLister(
+        lease=lease,
+        shared_state=shared_state,
+        rate_limiter=rate_limiter,
+        pauses=pauses,
+        reconcile=lambda key, broker, timeout: True,
+        log=log,
+    )
     broker_sessions = BrokerSessions(
         attempts,
         lease=lease,
         shared_state=shared_state,
-        reconcile=lambda key, broker, timeout: True,
+        pauses=pauses,
+        lister=lister,
         login_pause=2.0,
         health=HealthMonitor(shared_state, lambda kind, detail, logins: None),
-        rate_limiter=UnlimitedRateLimiter(),
+        rate_limiter=rate_limiter,
         log=log,
     )
     for name in NAMES:

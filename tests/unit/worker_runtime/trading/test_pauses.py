@@ -176,7 +176,7 @@ def fail_listing(connections: MarketConnections, error: BerthError) -> None:
     def reconcile(key: ConnectionKey, broker: object, timeout: float) -> bool:
         raise error
 
-    connections.broker_sessions.reconcile = reconcile
+    connections.reconcile = reconcile
     session = connections.broker_sessions.session("a1")
     session.listed = False
     assert connections.broker_sessions.relist(session, 5.0) is error
@@ -210,7 +210,7 @@ def test_e_a_503_of_a_cancel_a_list_or_an_order_is_followed_by_no_call_and_no_lo
         sent.append(timeout)
         return True
 
-    connections.broker_sessions.reconcile = reconcile
+    connections.reconcile = reconcile
     for _ in range(3):
         for listed in (True, False):  # an order and a cancel
             with pytest.raises(BrokerMaintenance) as caught:
