@@ -262,8 +262,8 @@ class ClientTotals(NamedTuple):
     @classmethod
     def of(cls, state: bytes, sent: bytes, received: bytes, commands: bytes) -> Self:
         """Reads fields of CLIENT LIST; `state`: those that stand before the user."""
-        found = _SUBSCRIPTIONS.search(state), _BLOCKED.search(state)
-        held = (int(match[1]) if match else 0 for match in found)
+        matches = _SUBSCRIPTIONS.search(state), _BLOCKED.search(state)
+        held = (int(match[1]) if match else 0 for match in matches)
         return cls(int(sent), int(received), int(commands), *held)
 
 

@@ -61,11 +61,11 @@ async def send_odd_requests(api: ServedApi) -> None:
     faults = []
     async with api.client(api.key) as user:
 
-        async def call(method: str, path: str, what: str, **words: Any) -> None:
+        async def call(method: str, path: str, fault: str, **words: Any) -> None:
             answer = await user.request(method, path, **words)
             statuses[answer.status_code] += 1
             if answer.status_code >= 500 and answer.status_code != UNAVAILABLE:
-                faults.append((method, path[:80], what, answer.status_code))
+                faults.append((method, path[:80], fault, answer.status_code))
 
         for method, path in user_routes():
             known = filled(path, parts)
