@@ -91,7 +91,7 @@ _OUTAGES = (DatabaseUnavailable, TemporalUnavailable, ConnectionLost, ValkeyTime
 
 
 class Services:
-    """What routes use. Making them connects to no server."""
+    """Holds what routes use. Making them connects to no server."""
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 from infra.berth_jobs.options import JobDefaults
 from infra.networks import parse_network
 from worker_runtime.protocol.installed_brokers import paper_exchange
-from worker_runtime.protocol.launch import Allowance, BrokerLimits
+from worker_runtime.protocol.launch import DEFAULT_EGRESS_PERSONS, Allowance, BrokerLimits
 
 #: Where Docker and ECS mount secrets, one file each; `berth up` has a folder for each of its
 #: processes.
@@ -279,7 +279,7 @@ class Settings(BaseSettings):
     audit_days: int = Field(default=2557, ge=366)
     budget_share: float = Field(default=0.9, gt=0, le=1)
     egress_address: str = ""
-    egress_persons: int = Field(default=10, ge=1)
+    egress_persons: int = Field(default=0, ge=0)
     idle_timeout: float = 1800.0
     connect_attempts: int = Field(default=3, ge=1)
     connect_timeout: float = 20.0
@@ -304,7 +304,7 @@ class Settings(BaseSettings):
 
     @property
     def job_defaults(self) -> JobDefaults:
-        """What jobs of own types have where neither the type nor the call says it."""
+        """Returns the options of own jobs for which neither the type nor the call has a value."""
         return JobDefaults(
             timeout=self.jobs_timeout,
             attempts=self.jobs_attempts,
@@ -338,7 +338,7 @@ class Settings(BaseSettings):
         )
         return Allowance(
             share=self.budget_share,
-            egress_persons=self.egress_persons,
+            egress_persons=self.egress_persons or DEFAULT_EGRESS_PERSONS,
             paper=paper,
             limits={paper_exchange(): paper},
         )

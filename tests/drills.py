@@ -76,6 +76,16 @@ DRILLS = (
         duration_s=60,
     ),
     DrillGroup(
+        name="sessions whose life is limited",
+        tests=("tests/e2e/test_session_life.py",),
+        about=(
+            "worker_runtime/protocol/broker_record.py",
+            "worker_runtime/trading/broker_sessions.py",
+            "worker_runtime/trading/session_recovery.py",
+        ),
+        duration_s=90,
+    ),
+    DrillGroup(
         "compose",
         ("tests/compose/",),
         (

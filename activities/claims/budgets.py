@@ -2,12 +2,13 @@
 (`infra/database/budgets.py`).
 
 Three owners of counts are possible: the user as one person, the users whom an operator has
-linked for that person, and the user's share of what the egress address may do. A name is a
-keyed hash of its owner.
+linked for that person, and the user's share of what the egress address may do, by the broker's
+record or else by a setting. A name is a keyed hash of its owner.
 """
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from infra.database import budgets
@@ -15,8 +16,9 @@ from infra.database.budgets import BudgetFacts, SealedPerson
 from infra.database.engine import Database
 from infra.database.models import StoredCredentials
 from infra.vault.key_pairs import OrchestratorKeys
-from worker_runtime.protocol.broker_record import CountedPer
+from worker_runtime.protocol.broker_record import CountedPer, Plugin
 from worker_runtime.protocol.installed_brokers import installed_brokers
+from worker_runtime.protocol.launch import DEFAULT_EGRESS_PERSONS
 from worker_runtime.protocol.messages import Credentials
 
 #: Names of one owner or account that a worker takes, the newest (`SealedAccount`).
@@ -36,6 +38,8 @@ class AccountBudgets:
     #: As in `SealedAccount`, the oldest first.
     names: list[str]
     address_names: list[str]
+    #: How many persons' calls the broker takes from the address, by kind, as its record says.
+    address_persons: dict[str, float]
     #: What 0.1.0 would use; an orchestrator of that release may hand them to the worker.
     former_names: list[str]
 
@@ -47,8 +51,10 @@ class AssignmentBudgets:
     user_id: str
     epoch: int
     facts: BudgetFacts
-    #: The user's share of the egress address, in persons.
+    #: The user's share of the egress address, in persons, where no record says more.
     address_share: float
+    #: How many users share an address.
+    address_users: int = 1
     accounts: dict[str, AccountBudgets] = field(default_factory=dict)
 
     @property
@@ -70,10 +76,13 @@ class BudgetPlanner:
 
     database: Database
     keys: OrchestratorKeys
-    #: '': calls are counted by person only.
+    #: '': calls are counted by address for brokers only whose record has limits of an address: then
+    #: all workers count as one address.
     egress_address: str = ""
-    #: How many persons' limits the address may use.
-    egress_persons: int = 10
+    #: How many persons' limits the address may use. 0: as many as the broker's record says, else
+    #: `DEFAULT_EGRESS_PERSONS`.
+    egress_persons: int = 0
+    brokers: Mapping[str, Plugin] = field(default_factory=installed_brokers)
 
     def __post_init__(self) -> None:
         self._address_users = 0
@@ -86,7 +95,10 @@ class BudgetPlanner:
         """
         async with self.database.session(autocommit=True) as session:
             facts = await budgets.read_budget_facts(session, user_id, epoch, reload=reload)
-        return AssignmentBudgets(user_id, epoch, facts, await self._address_share())
+        users = max(1, await self._count_address_users())
+        persons = self.egress_persons or DEFAULT_EGRESS_PERSONS
+        share = persons / users if self.egress_address else math.inf
+        return AssignmentBudgets(user_id, epoch, facts, share, users)
 
     def account(
         self, plan: AssignmentBudgets, stored: StoredCredentials, clear: Credentials
@@ -102,16 +114,19 @@ class BudgetPlanner:
             if shared.broker == broker and not set(shared.persons).isdisjoint(hashes):
                 names += self.keys.budget_names("linked", broker, str(shared.number))
         address_names: Sequence[str] = ()
-        if self.egress_address:
+        address_persons = self._address_persons(broker)
+        if self.egress_address or address_persons:
             address_names = self.keys.budget_names(
                 "address", self.egress_address, broker, plan.user_id
             )
+        if self.egress_address:
             shared_by_all = self.keys.former_budget_names("address", self.egress_address)
             former += tuple(f"{broker}-{name}" for name in shared_by_all)
         account_budgets = AccountBudgets(
             person=SealedPerson(stored.version, hashes),
             names=names[-_MAX_NAMES:],
             address_names=[*address_names][-_MAX_NAMES:],
+            address_persons=address_persons,
             former_names=[*former],
         )
         plan.accounts[stored.account_id] = account_budgets
@@ -124,22 +139,41 @@ class BudgetPlanner:
             budgets.note_sealed, plan.user_id, plan.epoch, plan.names, plan.persons, reload=reload
         )
 
-    async def _address_share(self) -> float:
-        """Returns the user's share of the address, in persons: the same for every user who had a
-        worker in the last seven days."""
-        if not self.egress_address:
-            return 1.0
+    def _address_persons(self, broker: str) -> dict[str, float]:
+        """Returns how many persons' calls the broker takes from an address, by kind, as its record
+        says; nothing where an operator has said how many."""
+        plugin = self.brokers.get(broker)
+        if plugin is None or self.egress_persons:
+            return {}
+        return plugin.record.limits.address_persons()
+
+    async def _count_address_users(self) -> int:
+        """Returns the users who share the address: all who had a worker in the last seven days; 0
+        if no address is limited."""
+        if not self.egress_address and not any(map(self._address_persons, self.brokers)):
+            return 0
         if time.monotonic() - self._counted_at > _COUNT_TTL_S or not self._address_users:
             self._address_users = await self.database.fetch(budgets.count_address_users)
             self._counted_at = time.monotonic()
-        return self.egress_persons / max(self._address_users, 1)
+        return self._address_users
 
 
 def share_permille(plan: AssignmentBudgets) -> int:
     """Returns the user's share of the address in thousandths of a person, at most what the user's
     persons may do, and at least `MIN_ADDRESS_SHARE`."""
+    return _permille(plan, plan.address_share)
+
+
+def shares_by_kind(plan: AssignmentBudgets, account_id: str) -> dict[str, int]:
+    """Returns the same by kind of call, for the kinds of which the record of the account's broker
+    says how many it takes from an address."""
+    persons = plan.accounts[account_id].address_persons
+    return {kind: _permille(plan, number / plan.address_users) for kind, number in persons.items()}
+
+
+def _permille(plan: AssignmentBudgets, share: float) -> int:
     persons = len({account.person.hashes for account in plan.accounts.values()})
-    return int(1000 * max(MIN_ADDRESS_SHARE, min(float(max(persons, 1)), plan.address_share)))
+    return int(1000 * max(MIN_ADDRESS_SHARE, min(float(max(persons, 1)), share)))
 
 
 def _person(stored: StoredCredentials, clear: Credentials) -> tuple[str, str]:

@@ -353,10 +353,11 @@ class ClaimActivities:
     async def _find_worker_to_end(
         self, request: ClaimRequest, assigned: worker_sessions.AssignmentResult
     ) -> WorkerRef | None:
-        """Returns the worker that must end first, or None (one-owner).
+        """Returns the worker that must end before the user gets one, or None (one-owner).
 
-        It is the worker of an earlier assignment that has not ended. Else it is this claim's own
-        worker, if its assignment has ended or Valkey does not have it under the claim any more.
+        It is the worker of an earlier assignment that has not ended. Otherwise it is the worker
+        that this claim got before, unless it is still to be used: its assignment has not ended, and
+        Valkey has it under this claim.
         """
         unended = assigned.unended
         if unended is not None:
@@ -372,7 +373,7 @@ class ClaimActivities:
             )
         worker_id = assigned.worker_id or ""
         if not assigned.ended:
-            if not worker_id:
+            if not worker_id:  # this claim has got none so far
                 return None
             holder = await entries.worker_of_claim(self.client, request.pool, request.claim_id)
             if holder == worker_id:
@@ -396,7 +397,8 @@ class ClaimActivities:
         """Pushes the claim, with sealed credentials, to the worker's inbox, unless it is there
         already. Returns False if the worker was cut off meanwhile."""
         inbox = keys.pool_inbox(request.pool, claimed.worker.worker_id)
-        # Sent again only if it was lost on the way: a worker answers a repeated claim again.
+        # A repeat is sent only if the first one is no longer in the inbox and there is no reply: it
+        # may have been lost. A worker that had it answers the same again.
         is_first = claimed.entry.status == EntryStatus.CLAIMED
         if is_first or not await valkey.reply_of(self.client.llen(inbox)):
             claim = await self._claim_message(request, claimed, generation, switch_version)

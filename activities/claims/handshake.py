@@ -17,7 +17,12 @@ import structlog
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from redis.asyncio import Redis
 
-from activities.claims.budgets import AssignmentBudgets, BudgetPlanner, share_permille
+from activities.claims.budgets import (
+    AssignmentBudgets,
+    BudgetPlanner,
+    share_permille,
+    shares_by_kind,
+)
 from infra.database.engine import Database
 from infra.database.models import StoredCredentials
 from infra.database.workers import sessions as worker_sessions
@@ -123,7 +128,14 @@ class AssignmentSealer:
                 )
             )
         share = share_permille(plan)
-        sealed = [msgspec.structs.replace(account, address_share=share) for account in sealed]
+        sealed = [
+            msgspec.structs.replace(
+                account,
+                address_share=share,
+                address_shares=shares_by_kind(plan, account.account_id),
+            )
+            for account in sealed
+        ]
         message_keys = self.secrets.for_worker(user_id, worker.epoch)
         return sealed, sealing.seal_message_keys(message_keys, key, epoch=worker.epoch, **known)
 

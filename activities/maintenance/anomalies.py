@@ -243,7 +243,7 @@ MAX_PASS_AGE_S = 600.0
 
 @dataclass(frozen=True, kw_only=True)
 class ScanSummary:
-    """What a scan of all workers says about possible outages."""
+    """Holds what a scan of all workers says about possible outages."""
 
     place: PassBasis
     size: int

@@ -4,7 +4,8 @@ lost.
 A job that may run twice is enqueued as soon as Valkey does not know it. A job that must not run
 twice is enqueued after its timeout, when any earlier run has ended and its runner has left the
 result (`finish_and_claim.lua`). Settings of queues that Valkey has lost are written back before any
-job.
+job. When an application's job has failed, its failure handler (`on_failed`), which a runner
+enqueues, is kept as a job of its own.
 """
 
 import asyncio
@@ -20,6 +21,12 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
 from activities.reports.daily import note_failed_statement
+from infra.berth_jobs.options import (
+    JobDefaults,
+    JobFailureReport,
+    handler_fields,
+    handler_id,
+)
 from infra.database import kept_jobs
 from infra.database.dead_letters import DeadLetter, delete_open, put_letter, reason_of
 from infra.database.engine import DatabaseUnavailable
@@ -28,13 +35,22 @@ from infra.database.locks import seconds_from_now
 from infra.jobs.applications import ApplicationDirectory, JobApplication
 from infra.jobs.client import JobState
 from infra.jobs.kept import KeptJobs, queued_form
+from infra.jobs.registry import find_newest_type
 from infra.temporal.starter import WorkerStarter
 from infra.valkey import client as valkey
 from infra.valkey.job_users import JobUsers
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
-from worker_runtime.jobs.protocol.messages import JobFailed, JobResult, JobStatus
+from worker_runtime.jobs.protocol.messages import (
+    FLEET_RESULT_TTL_S,
+    MAX_ARGUMENTS_BYTES,
+    Job,
+    JobFailed,
+    JobResult,
+    JobStatus,
+)
 from worker_runtime.protocol import keys
+from worker_runtime.protocol.errors import MalformedMessage
 from worker_runtime.protocol.messages import Failure
 
 #: How long a round waits for a message about a job.
@@ -64,11 +80,13 @@ class KeptJobSweeper:
         kept: KeptJobs,
         starter: WorkerStarter,
         job_users: JobUsers | None = None,
+        defaults: JobDefaults | None = None,
     ) -> None:
         """Takes `job_users`, which makes the applications' logins at Valkey; None if they log in as
-        we do."""
+        we do. `defaults`: of jobs whose type says nothing else, for failure handlers."""
         self._client = client
         self._job_users = job_users
+        self._defaults = defaults or JobDefaults()
         #: Application → generations of its key whose logins this process has seen to.
         self._logins: dict[str, tuple[int, ...]] = {}
         self._kept = kept
@@ -188,7 +206,38 @@ class KeptJobSweeper:
         result = state.result or JobResult(job_id=row.job_id, status=JobStatus.FAILED)
         failure = result.failure or Failure(code=JobFailed.code, detail="")
         at = job_calls.reply_number(str(failed or result.finished_at_ms)) / 1000 or time.time()
-        await self._note_failure(row, failure, min(at, time.time()))
+        at = min(at, time.time())
+        if job_keys.application_of_tag(row.user_id) and not _is_known(row, at):
+            try:
+                await self._keep_handler(row, failure, state.attempt, round(at * 1000))
+            except (MalformedMessage, msgspec.ValidationError) as error:
+                log.warning("failure_handler_not_kept", job_id=row.job_id, reason=reason_of(error))
+        await self._note_failure(row, failure, at)
+
+    async def _keep_handler(
+        self, row: KeptJob, failure: Failure, attempt: int, failed_at_ms: int
+    ) -> None:
+        """Keeps the handler of a failure, under the id that runners give it. Raises
+        `MalformedMessage`, `ValidationError`."""
+        job = self._kept.unseal(row)
+        if not job.on_failed:
+            return
+        kind = await self._kept.database.fetch(find_newest_type, job.on_failed)
+        if kind is None:  # no runner has ever announced it
+            return
+        if time.time() - failed_at_ms / 1000 > FLEET_RESULT_TTL_S / 2:
+            return  # perhaps it has run, and its result has expired
+        report = JobFailureReport(
+            job_id=job.job_id,
+            type=job.name,
+            code=failure.code,
+            detail=failure.detail,
+            attempt=attempt,
+            arguments=job.args,
+        )
+        fields = handler_fields(kind, report, MAX_ARGUMENTS_BYTES, self._defaults)
+        handler = Job(job_id=handler_id(job.job_id, failed_at_ms), **fields)
+        await self._kept.keep_handler(row.user_id, handler)
 
     async def _note_progress(self, row: KeptJob, state: JobState) -> None:
         """Notes the end of a job that has not failed; starts the worker of one that waits."""
@@ -240,15 +289,21 @@ class KeptJobSweeper:
     async def _note_failure(
         self, row: KeptJob, failure: Failure, seconds: float, **fields: Any
     ) -> None:
+        if _is_known(row, seconds):
+            return
         at = datetime.fromtimestamp(seconds, UTC)
-        if row.outcome == "failed" and row.ended_at is not None and row.ended_at >= at:
-            return  # known
         async with self._kept.database.session() as session:
             await put_letter(session, _letter(row, at, f"{failure.code}: {failure.detail}"))
             handle = ON_FAILED.get(row.job_id.partition("-")[0])
             if handle is not None and not row.user_id:
                 await handle(session, row.job_id, failure)
         await self._kept.change(row.job_id, row.user_id, outcome="failed", ended_at=at, **fields)
+
+
+def _is_known(row: KeptJob, failed_at: float) -> bool:
+    """Returns True if the failure of this time (Unix seconds) has been noted."""
+    at = datetime.fromtimestamp(failed_at, UTC)
+    return row.outcome == "failed" and row.ended_at is not None and row.ended_at >= at
 
 
 def _letter(row: KeptJob, at: datetime | None = None, reason: str = "") -> DeadLetter:

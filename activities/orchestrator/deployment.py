@@ -72,7 +72,7 @@ class Deployment:
 
     @property
     def config(self) -> WorkerDeploymentConfig:
-        """For workers that host workflows."""
+        """Returns the deployment settings of Temporal workers that host workflows."""
         return WorkerDeploymentConfig(
             version=WorkerDeploymentVersion(deployment_name=self.name, build_id=self.build),
             use_worker_versioning=True,

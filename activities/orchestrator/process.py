@@ -300,7 +300,10 @@ def _loops(
         kept = KeptJobs(parts.database, JobClient(parts.client, parts.message_secrets))
         loops.append(lambda: warn_of_certificates(parts.database, kept))
         logins = JobUsers(parts.client, parts.message_secrets) if parts.users else None
-        loops.append(KeptJobSweeper(parts.client, kept, starter, logins).run)
+        job_sweeper = KeptJobSweeper(
+            parts.client, kept, starter, logins, defaults=settings.job_defaults
+        )
+        loops.append(job_sweeper.run)
         loops.append(FailureCollector(parts.database, temporal, settings.dead_letter_days).run)
         if parts.hosts is not None:
             ecs = EcsSettings()

@@ -90,7 +90,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class _Gaps:
-    """What one comparison of Temporal and PostgreSQL shows, before it is confirmed."""
+    """Holds what one comparison of Temporal and PostgreSQL shows, before it is confirmed."""
 
     #: Users with a worker and without a workflow.
     missing: dict[str, LiveAssignment]

@@ -217,7 +217,7 @@ async def remove_mark(client: Redis, user_id: str, value: str | bytes) -> bool:
 
 
 class PumpedEvents(NamedTuple):
-    """What `pump_events.lua` returned."""
+    """Holds what `pump_events.lua` returned."""
 
     #: Rings that were taken, and that were left behind them.
     rings: int

@@ -1,5 +1,5 @@
-"""What goes out every day: the report, with a mail to each operator, and a job for each user's
-statement."""
+"""Sends what goes out every day: the report, with a mail to each operator, and a job for each
+user's statement."""
 
 import asyncio
 from collections import Counter

@@ -44,7 +44,7 @@ async def redrive_letter(call: AuthorizedCall, letter: DeadLetterRow) -> None:
             try:
                 await call.database.write(recheck_order, UUID(letter.subject), actor=call.actor)
             except ValueError:
-                raise LetterRefused("it names no order") from None
+                raise LetterRefused("This entry names no order.") from None
     else:
         raise LetterRefused("This entry cannot be retried. Fix the cause, then dismiss it.")
 
@@ -65,9 +65,7 @@ async def _requeue(services: Services, letter: DeadLetterRow) -> None:
     if not is_requeued or (
         not await services.kept_jobs.change(letter.subject, letter.user_id, **changes) and is_lost
     ):
-        raise LetterRefused(
-            "the job is not among the failed ones, or another one has its unique key"
-        )
+        raise LetterRefused("The job is no longer a failed one, or another job has its unique key.")
     if job_keys.application_of_tag(letter.user_id):
         return
     if letter.user_id and not await services.valkey.exists(keys.mark(letter.user_id)):
@@ -78,7 +76,7 @@ async def dismiss_letter(call: AuthorizedCall, letter: DeadLetterRow) -> None:
     """Removes a failed job from its queue; other letters need nothing. Raises `LetterRefused`."""
     services = call.services
     if letter.kind == "order":
-        raise LetterRefused("an order stays until it has ended: resolve it")
+        raise LetterRefused("An order cannot be dismissed before it has ended. Resolve it.")
     if letter.kind in _JOB_KINDS:
         tag = job_keys.tag_of(letter.user_id)
         key = job_keys.job(tag, letter.subject)

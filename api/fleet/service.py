@@ -65,7 +65,7 @@ def fleet_query(state: WorkerState | None, user_prefix: str | None) -> str:
         parts.append(f'{names.SA_STATE.name} = "{WorkerState(state)}"')
     if user_prefix is not None:
         if not _USER_PREFIX.fullmatch(user_prefix):
-            raise InvalidRequest("user_id: no user id begins like that")
+            raise InvalidRequest("user_id: no user id can begin with this")
         parts.append(f'{names.SA_USER.name} STARTS_WITH "{user_prefix}"')
     return " AND ".join(parts)
 

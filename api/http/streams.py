@@ -192,7 +192,9 @@ class EventStreams:
             (self.open, MAX_STREAMS, "of this process"),
         ):
             if count >= limit:
-                raise TooManyStreams(f"{limit} event streams {of} are open, which is the most")
+                raise TooManyStreams(
+                    f"{limit} event streams {of} are open. Close one, then try again."
+                )
         self._open[subject] += 1
         try:
             # A notice before the stream was counted ended nothing.

@@ -280,14 +280,16 @@ class OrderPlacer:
     ) -> None:
         """Raises what an order would be refused for if it was placed now. Writes nothing.
 
-        It does not look for an order with the same client order id, or for a duplicate.
+        It does not look for an order with the same client order id.
         """
         new = self._new_order(user_id, body, "", parent, "", self.lifetime_s)
         if body.price_rounding is schemas.OrderPriceRounding.PASSIVE:
             new = await self.checks.round_price(new)
-        await self.checks.check(new)
+        window_s = (await self.checks.check(new)).duplicate_window_s
         async with self.database.session(autocommit=True) as session:
             refusal = await find_refusal(session, new, self.unknown_blocks)
+            if refusal is None and window_s > 0 and not body.allow_duplicate:
+                refusal = await acceptance.find_duplicate(session, new, window_s)
         if refusal is not None:
             raise refusal
 

@@ -336,6 +336,6 @@ def position_of(cursor: str) -> OrderPosition:
             "type": "value_error",
         }
         raise InvalidRequest(
-            "query.cursor: take it from `next_cursor` of the page before", [error]
+            "query.cursor: use `next_cursor` of the page before", [error]
         ) from None
     return at, uuid.UUID(bytes=raw[8:])

@@ -31,11 +31,12 @@ from api.http.streams import ServerEvent
 from api.http.times import QueryEnd, QueryStart
 from api.instruments import router as instruments
 from api.jobs import router as jobs
+from api.jobs.schemas import QueueList
 from api.keys import router as keys
 from api.keys.schemas import AuditQuery
 from api.orders import router as orders
 from api.orders.schemas import OrderQuery, OrderStateFilter, PageCursor, Symbol
-from api.page.rendering import MAX_TABLE_ROWS, InPage, PageRoute, show_template
+from api.page.rendering import MAX_TABLE_ROWS, InPage, Page, PagePart, PageRoute, show_template
 from api.pools import router as pools
 from api.switches import router as switches
 from api.symbols import router as symbols
@@ -319,9 +320,18 @@ async def show_report(page: InPage, day: fleet.ReportDay = None) -> HTMLResponse
     return await page.show("report.html", report=page.read(fleet.show_report, day=day))
 
 
+async def _queues_of_applications(page: Page) -> dict[str, PagePart[QueueList]]:
+    """Returns the queues of each application, by its name."""
+    listed = await page.read(jobs.get_job_applications)
+    names = [] if listed.value is None else [row.name for row in listed.value.applications]
+    queues = [page.read(jobs.get_job_queues, application=name) for name in names]
+    return dict(zip(names, await asyncio.gather(*queues), strict=True))
+
+
 @router.get("/page/jobs")
 async def show_jobs(page: InPage) -> HTMLResponse:
-    """Shows the fleet's queues, their runners, types of applications, and what failed."""
+    """Shows the fleet's queues, their runners, the weights of all queues, types of applications,
+    and what failed."""
 
     def look() -> QueueOverview:
         with JobInspector(page.services.settings.valkey_url) as inspector:
@@ -330,6 +340,8 @@ async def show_jobs(page: InPage) -> HTMLResponse:
     return await page.show(
         "jobs.html",
         seen=page.read_part(asyncio.to_thread(look)),
+        fleet_queues=page.read(jobs.get_job_queues),
+        application_queues=_queues_of_applications(page),
         types=page.read(jobs.get_job_types),
         letters=page.read(dead_letters.list_dead_letters, kind="job", limit=MAX_TABLE_ROWS),
     )

@@ -434,11 +434,14 @@ def _choose_position(close: PositionClose, holdings: Holdings) -> Position | Non
     positions = [position for position in candidates if position.symbol == close.symbol]
     if candidates and not positions:
         raise CloseInvalid(
-            f"{close.symbol} may stand for {candidates[0].symbol}, which is held: name that"
+            f"{close.symbol} may mean {candidates[0].symbol}, in which there is a position."
+            " Name that symbol."
         )
     if len(positions) > 1:
         kinds = ", ".join(sorted(position.condition for position in positions))
-        raise CloseInvalid(f"there are several positions ({kinds}): say the condition of one")
+        raise CloseInvalid(
+            f"There are several positions ({kinds}). Name the condition of the one to close."
+        )
     return positions[0] if positions else None
 
 
@@ -454,8 +457,10 @@ def _close_order(close: PositionClose, position: Position) -> OrderRequest:
     held = abs(signed)
     quantity = close.quantity or held
     if quantity > held or not held:
-        raise CloseInvalid(f"the position is {held} of this lot")
+        raise CloseInvalid(f"The position in this lot is only {held}; a close cannot be larger.")
     if quantity > MAX_QUANTITY:
-        raise CloseInvalid(f"one close takes at most {MAX_QUANTITY}; close it in steps")
+        raise CloseInvalid(
+            f"One close is at most {MAX_QUANTITY}. Close the position in several steps."
+        )
     side = Side.SELL if signed > 0 else Side.BUY
     return pricing.order(close.client_order_id, close.account_id, close.symbol, side, quantity)

@@ -63,7 +63,8 @@ def split_close(body: OrderRequest, market: MarketRule) -> list[OrderRequest]:
     ids = part_ids(body.client_order_id)[: len(sizes)]
     if len(ids[-1]) > _MAX_ID_LENGTH:
         raise CloseInvalid(
-            f"a close in parts needs an id of at most {_MAX_ID_LENGTH - 3} characters"
+            f"This close becomes several orders. Its id may have at most {_MAX_ID_LENGTH - 3} "
+            "characters."
         )
     # A copy is not validated: our own ids are not among a caller's.
     named = zip(ids, sizes, strict=True)

@@ -97,7 +97,9 @@ def _requested_scope(body: SwitchRequest, call: AuthorizedCall) -> TradingScope:
         raise Forbidden
     user_id = body.user_id or call.caller.user_id
     if user_id is None:
-        raise InvalidRequest("user_id is missing: a switch of a user or an account names it")
+        raise InvalidRequest(
+            "user_id is missing. Name the user whose trading to switch, or use the scope `all`."
+        )
     call.require_user(user_id)
     by_user = not call.caller.staff or body.held_by is SwitchHolder.USER
     return TradingScope(user_id, body.account_id or "", by_user=by_user)

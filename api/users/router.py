@@ -106,7 +106,7 @@ async def disable_user(user_id: UserId, call: Call, reason: GivenReason) -> sche
         pass
     except TemporalUnavailable:
         raise TemporalUnavailable(
-            "the user is disabled, its worker still runs: repeat this"
+            "The user is disabled, but their worker still runs. Repeat the call."
         ) from None
     return schemas.UserView.model_validate(user)
 

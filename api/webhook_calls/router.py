@@ -90,6 +90,7 @@ async def test_signal(
     user_id: KnownUserId, webhook_id: UUID, body: schemas.SignalTestRequest, call: Call
 ) -> schemas.SignalTestView:
     """Checks and plans a signal as if it came now, and places no order: what the signal would be
-    refused for is this answer, too. The test is listed among the calls."""
+    refused for is this answer, too. It says whether the signal would be a repeat, and what it would
+    wait for. The test is listed among the calls."""
     webhook = await service.get_webhook(call.database, user_id, webhook_id)
     return await call.services.signal_tester.test_signal(webhook, body)

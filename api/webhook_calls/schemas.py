@@ -114,11 +114,42 @@ class SignalTestRequest(Body):
     )
 
 
+class EarlierSignalView(View):
+    """A signal that came before the one that is tested."""
+
+    id: int = Field(description="Its number among the webhook's calls.")
+    webhook_id: UUID
+    received_at: datetime
+    action: str | None
+    symbol: str | None
+    state: str
+    outcome: str | None
+    reason: str | None
+
+    @classmethod
+    def of(cls, call: WebhookCall) -> Self:
+        names = cls.model_fields.keys() - {"action"}
+        columns: dict[str, Any] = {name: getattr(call, name) for name in names}
+        return cls(**columns, action=(call.signal or {}).get("action"))
+
+
 class SignalTestView(View):
     """What would be done for a signal that came now."""
 
     symbol: str
     unit: QuantityUnit
     quantity: int | None
-    plan: SignalPlanView
+    plan: SignalPlanView = Field(description="Of a repeat: nothing is placed.")
+    repeat_of: EarlierSignalView | None = Field(
+        default=None,
+        description="The same signal, which came before: this one would get its outcome.",
+    )
+    waits_behind: list[EarlierSignalView] = Field(
+        default=[],
+        description="Signals of the account and symbol that are carried out first, at most 20.",
+    )
+    waits_for: str | None = Field(
+        default=None,
+        description="An order that works on the position, or has just changed it.",
+    )
     call_id: int = Field(description="The number of the test among the webhook's calls.")

@@ -6,9 +6,10 @@ import csv
 import io
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Self
 from uuid import UUID
 
 import msgspec
@@ -16,16 +17,19 @@ import structlog
 from redis.exceptions import RedisError
 
 from api.http import errors
+from api.http.errors import AlertOutdated
 from api.webhook_calls.schemas import (
+    EarlierSignalView,
     SignalPlanView,
     SignalTestRequest,
     SignalTestView,
     WebhookCallView,
 )
-from api.webhooks.meaning import SignalInterpreter
+from api.webhooks.meaning import ReceivedSignal, SignalInterpreter
+from api.webhooks.planning import Outcome, QuantityUnit, SignalPlan
 from api.webhooks.queue import SignalQueue
-from api.webhooks.schemas import parse_signal
-from api.webhooks.service import require_open, shown_body
+from api.webhooks.schemas import Signal, parse_signal
+from api.webhooks.service import require_open, require_time, shown_body
 from infra.database import users
 from infra.database.engine import Database
 from infra.database.trading import signals, webhook_calls, webhooks
@@ -39,6 +43,10 @@ from worker_runtime.protocol.errors import BerthError, MalformedMessage
 
 #: Seconds for which a test waits for the broker's positions: a worker may have to be started.
 TEST_TIMEOUT_S = 20.0
+#: Signals that come before a tested one, of which its answer tells.
+MAX_SHOWN_AHEAD = 20
+#: Columns of a call that say what the signal means.
+_MEANING = ("signal", "symbol", "unit", "quantity", "settings")
 #: Seconds between two checks for failures that are due to be reported.
 CHECK_INTERVAL_S = 5.0
 #: Name of the event in deliveries to a user's own receiver (`DeliverWebhook.event`).
@@ -66,6 +74,38 @@ CSV_COLUMNS = (
 log = structlog.get_logger()
 
 
+@dataclass(frozen=True, kw_only=True)
+class TriedSignal:
+    """Holds what a test has found."""
+
+    #: With sentences about all of the rest in its note.
+    plan: SignalPlan
+    #: The same signal, which came before.
+    first: WebhookCall | None = None
+    #: Signals of its lane that are carried out before it.
+    ahead: Sequence[WebhookCall] = ()
+    #: The order that it would wait for, in a sentence.
+    obstacle: str | None = None
+
+    @classmethod
+    def repeat(cls, first: WebhookCall) -> Self:
+        """Returns what becomes of a signal that came before: nothing is placed."""
+        became = first.state if first.outcome is None else f"{first.state}, {first.outcome}"
+        because = f": {first.reason}" if first.reason else ""
+        note = (
+            f"it is a repeat of {_described(first)}, and would get the outcome of that one "
+            f"({became}{because})"
+        )
+        plan = SignalPlan(before=None, after=None, outcome=Outcome.NOTHING_TO_DO, note=note)
+        return cls(plan=plan, first=first)
+
+
+def _described(call: WebhookCall) -> str:
+    at = call.received_at.astimezone(UTC)
+    action = (call.signal or {}).get("action", "?")
+    return f"signal {call.id} ({action} {call.symbol}), received at {at:%Y-%m-%d %H:%M:%S} UTC"
+
+
 class SignalTester:
     """Checks and plans a signal as if it came now."""
 
@@ -80,6 +120,9 @@ class SignalTester:
         """Plans a signal, records the test, and places nothing.
         A refusal is recorded and raised, too.
 
+        A repeat is not planned: it would get the outcome of the first signal. The plan is made from
+        the position of this moment, also if the signal would wait until another one is carried out.
+
         Raises `InvalidRequest`, `WebhookUnknown` for a revoked webhook, `WebhookPaused`,
         `WebhookExpired`, `UnknownSymbol`, `OddLotRefused`, `PriceOffTick`, `CloseInvalid`, what
         checks and switches refuse, and why the broker's positions could not be read.
@@ -91,29 +134,66 @@ class SignalTester:
         columns: dict[str, Any] = {}
         try:
             signal = parse_signal(body)
-            require_open(webhook)
-            received = await self._interpreter.interpret(signal, webhook, now)
-            columns = received.columns
-            plan = await self._queue.plan_from_position(
-                webhook.user_id,
-                webhook.account_id,
-                received.meaning,
-                held=request.position,
-                until=time.monotonic() + TEST_TIMEOUT_S,
-            )
+            first = await self._find_first(webhook, signal)
+            if first is not None:
+                tested = TriedSignal.repeat(first)
+                columns = {name: getattr(first, name) for name in _MEANING}
+            else:
+                require_open(webhook)
+                received = await self._interpreter.interpret(signal, webhook, now)
+                columns = received.columns
+                tested = await self._plan(webhook, signal, received, request.position)
         except BerthError as error:
             outcome = {"state": signals.REFUSED, "outcome": error.code, "reason": error.detail}
             await self._record(webhook, body, **columns, **outcome)
             raise
+        plan = tested.plan
         outcome = {"state": signals.DONE, "outcome": plan.outcome.value, "reason": plan.note}
         call = await self._record(webhook, body, **columns, **outcome, plan=plan.to_json())
         return SignalTestView(
-            symbol=received.meaning.symbol,
-            unit=received.meaning.unit,
+            symbol=call.symbol or "",
+            unit=QuantityUnit(call.unit or ""),
             quantity=call.quantity,
             plan=SignalPlanView.of(plan),
+            repeat_of=EarlierSignalView.of(tested.first) if tested.first is not None else None,
+            waits_behind=[EarlierSignalView.of(waiting) for waiting in tested.ahead],
+            waits_for=tested.obstacle,
             call_id=call.id,
         )
+
+    async def _find_first(self, webhook: Webhook, signal: Signal) -> WebhookCall | None:
+        """Returns the same signal if it came before, without counting a repeat. Raises what the
+        release before refused it with."""
+        digest = signal.digest(webhook)
+        async with self._database.session(autocommit=True) as session:
+            first = await signals.find_signal(session, webhook.id, digest)
+            if first is None:
+                refusal = await signals.refused_before(session, webhook.id, digest)
+                if refusal is not None:
+                    raise refusal
+        return first
+
+    async def _plan(
+        self, webhook: Webhook, signal: Signal, received: ReceivedSignal, position: int | None
+    ) -> TriedSignal:
+        where = (webhook.user_id, webhook.account_id)
+        meaning = received.meaning
+        until = time.monotonic() + TEST_TIMEOUT_S
+        plan = await self._queue.plan_from_position(*where, meaning, held=position, until=until)
+        lane = signals.Lane(*where, received.lane)
+        ahead = await self._database.fetch(signals.list_waiting, lane, MAX_SHOWN_AHEAD)
+        obstacle = await self._queue.find_obstacle(*where, meaning, plan)
+        notes = [plan.note, *(f"it would wait behind {_described(call)}" for call in ahead[:1])]
+        if len(ahead) > 1:
+            notes.append(f"{len(ahead) - 1} more signals come before it")
+        if obstacle is not None:
+            notes.append(f"it would wait, because {obstacle}")
+        try:
+            require_time(signal, webhook)
+        except AlertOutdated as error:
+            notes.append(f"sent now it would be refused: {error.detail}")
+        plan = replace(plan, note="; ".join(filter(None, notes)))
+        return TriedSignal(plan=plan, ahead=ahead, obstacle=obstacle)
 
     async def _record(self, webhook: Webhook, body: bytes, **columns: Any) -> WebhookCall:
         call = WebhookCall(

@@ -364,10 +364,28 @@ class SignalQueue:
         else:
             holdings = await self._positions.read_holdings(user_id, account_id, until)
             position, condition = _held(meaning, holdings)
-            plan = plan_signal(meaning, position, condition=condition)
+            plan = plan_signal(meaning, position, condition=condition, since=holdings.since)
         orders = _requests_of(plan.orders, meaning, account_id)
         await self._positions.check_together(user_id, orders)
         return plan
+
+    async def find_obstacle(
+        self, user_id: str, account_id: str, meaning: Meaning, plan: SignalPlan
+    ) -> str | None:
+        """Returns the order that a planned signal would wait for now, in a sentence; None: it waits
+        for none. Plain orders never do."""
+        if meaning.wish.is_plain:
+            return None
+        # Without a position of the broker, whatever was filled by now is in the one that was given.
+        since = plan.since
+        if since is None:
+            since = await self._database.fetch(order_checks.database_clock)
+        quiet = _quiet_rule(plan, since)
+        try:
+            await self._positions.require_quiet(user_id, account_id, meaning.symbol, quiet)
+        except errors.PositionBusy as error:
+            return error.detail
+        return None
 
     async def _place(
         self, run: SignalRun, plan: SignalPlan, orders: Sequence[PlannedOrder]
@@ -387,10 +405,7 @@ class SignalQueue:
 
         quiet = None
         if not run.meaning.wish.is_plain:
-            # An order that works on the other side could be filled after the new position is
-            # opened.
-            side = "" if plan.opens else orders[0].side.value
-            quiet = QuietRule(plan.since or call.received_at, side, run.names)
+            quiet = _quiet_rule(plan, plan.since or call.received_at, run.names)
         placed = await self._positions.place_together(
             call.user_id,
             legs,
@@ -462,6 +477,15 @@ class SignalQueue:
         return order
 
 
+def _quiet_rule(plan: SignalPlan, since: datetime, except_ids: Sequence[str] = ()) -> QuietRule:
+    """Returns the rule for a plan's orders: those that only close wait for orders on their side.
+
+    An order that works on the other side could be filled after a new position is opened.
+    """
+    side = plan.orders[0].side.value if plan.orders and not plan.opens else ""
+    return QuietRule(since, side, except_ids)
+
+
 class _Refused(Exception):
     """Ends a signal whose order never reached the broker, whether or not the error is retryable."""
 
@@ -511,7 +535,9 @@ def _requests_of(
     requests = []
     for order in orders:
         if order.closes and order.quantity > MAX_QUANTITY:
-            raise errors.CloseInvalid(f"one close takes at most {MAX_QUANTITY}; close it in steps")
+            raise errors.CloseInvalid(
+                f"One close is at most {MAX_QUANTITY}. Close the position in several steps."
+            )
         body = order_request(order, meaning, account_id)
         parent = ParentRequest(
             fingerprint=body.fingerprint, origin=origin, reduce_only=order.closes
@@ -564,7 +590,8 @@ def _held(meaning: Meaning, holdings: Holdings) -> tuple[int, OrderCondition | N
     positions = [position for position in near if position.symbol == meaning.symbol]
     if near and not positions:
         raise errors.CloseInvalid(
-            f"{meaning.symbol} may stand for {near[0].symbol}, which is held: name that"
+            f"{meaning.symbol} may mean {near[0].symbol}, in which there is a position. Name that"
+            " symbol."
         )
     enters = wish.opens_side is not None
 
@@ -593,7 +620,7 @@ def _held(meaning: Meaning, holdings: Holdings) -> tuple[int, OrderCondition | N
     if len(closes) > 1:
         kinds = ", ".join(sorted(position.condition for position in closes))
         raise errors.CloseInvalid(
-            f"there are several positions ({kinds}): say the condition of one"
+            f"There are several positions ({kinds}). Name the condition of the one to close."
         )
     if closes and enters and lot in ODD_LOTS and not closes[0].odd_shares:
         raise errors.CloseInvalid(

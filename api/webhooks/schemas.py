@@ -1,7 +1,11 @@
 """Webhooks, and the signals that come to them: what they say, and what identifies them."""
 
+import codecs
 import json
+import math
 import re
+import unicodedata
+from contextlib import suppress
 from datetime import UTC, datetime
 from decimal import Decimal, InvalidOperation
 from hashlib import sha256
@@ -224,6 +228,46 @@ _RAW_PLACEHOLDER = re.compile(r"\{\{\s*([^{}:]{1,100}?)\s*\}\}")
 #: One that is a whole value, without quotes or with quotes of its own (`plot("RSI")`).
 _PLACEHOLDER_VALUE = re.compile(r'(:\s*)"?(\{\{[^{}:]{1,100}\}\})"?(?=\s*[,}])')
 _NUMBER = re.compile(r"[+-]?\d{1,12}(?:\.\d{0,12})?")
+#: How alerts write that there is no value: Pine's `na` becomes `NaN`.
+_NO_VALUES = frozenset({"nan", "na", "n/a", "null", "none", "undefined"})
+_SYMBOL = re.compile(r"[A-Za-z0-9./_:!-]+")
+#: A text in JSON, and what it may have only escaped, such as a new line of a comment in Pine.
+_JSON_TEXT = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_CONTROL = re.compile(r"[\x00-\x1f]")
+_TYPOGRAPHIC_QUOTES = re.compile("[\u201c-\u201f\u00ab\u00bb\uff02]")
+
+
+def _action_word(value: object) -> object:
+    word = _lowered(value)
+    if word in ("long", "short", "flat"):
+        raise ValueError(
+            f'{word} is a position: send it as "market_position", with "action": "position" and '
+            '"position_size"'
+        )
+    return word
+
+
+def _symbol_text(value: object) -> object:
+    """Accepts a code of digits as a number, too: an alert may have {{ticker}} without quotes."""
+    text = _number_as_text(value)
+    if not isinstance(text, str):
+        return text
+    text = text.strip()
+    if _SYMBOL.fullmatch(text) is None:
+        usual = unicodedata.normalize("NFKC", text)
+        hint = f"; did you mean {usual[:64]}?" if _SYMBOL.fullmatch(usual) is not None else ""
+        raise ValueError(
+            f"a symbol has letters A to Z, digits and . / _ : ! - and nothing else{hint}"
+        )
+    return text
+
+
+def _number_as_text(value: object) -> object:
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _id_text(value: object) -> object:
+    return "" if value is None else _number_as_text(value)
 
 
 def _lowered(value: object) -> object:
@@ -232,10 +276,6 @@ def _lowered(value: object) -> object:
 
 def _uppered(value: object) -> object:
     return value.strip().upper() if isinstance(value, str) else value
-
-
-def _stripped(value: object) -> object:
-    return value.strip() if isinstance(value, str) else value
 
 
 def _blank_is_none(value: object) -> object:
@@ -256,6 +296,11 @@ def _whole(value: object) -> object:
     """Accepts a quantity as TradingView writes it: as a number or as text, and 1 as `1.0`, too."""
     if isinstance(value, bool):
         raise ValueError("it is no number")
+    no_value = isinstance(value, float) and math.isnan(value)
+    if no_value or (isinstance(value, str) and value.strip().lower() in _NO_VALUES):
+        raise ValueError(
+            f"it is {str(value).strip()}: there was no value for it when the alert fired"
+        )
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, str):
@@ -304,12 +349,12 @@ class Signal(BaseModel):
 
     secret: str = Field(min_length=1, max_length=256, repr=False)
     time: AwareDatetime = Field(description="When the signal was sent, with a zone: `{{timenow}}`.")
-    action: Annotated[SignalAction, BeforeValidator(_lowered)] = Field(
+    action: Annotated[SignalAction, BeforeValidator(_action_word)] = Field(
         description="In any case: an order, what a strategy wants, or the position it has."
     )
     symbol: Annotated[
         str,
-        BeforeValidator(_stripped),
+        BeforeValidator(_symbol_text),
         Field(
             pattern=r"^[A-Za-z0-9./_:!-]+$",
             max_length=64,
@@ -360,7 +405,7 @@ class Signal(BaseModel):
     lot: Lot = OrderLot.COMMON
     condition: AnyCondition = None
     open_close: OpenCloseType = OpenClose.AUTO
-    id: str = Field(
+    id: Annotated[str, BeforeValidator(_id_text)] = Field(
         default="",
         max_length=128,
         pattern=r"^[^\x00]*$",  # PostgreSQL takes no NUL
@@ -373,7 +418,7 @@ class Signal(BaseModel):
     @classmethod
     def _sets_information_apart(cls, words: Any) -> Any:
         if not isinstance(words, dict):
-            return words
+            raise ValueError("the message has to be one JSON object, {…}: an alert is one signal")
         words = {name: value for name, value in words.items() if name in cls.model_fields}
         if _price_types(words.get("price_type", "MKT")) != "LMT" and "price" in words:
             if (quoted := _number_text(words.pop("price"))) is not None:
@@ -527,22 +572,73 @@ def parse_signal(body: bytes) -> Signal:
     """Return the signal of a call's text. Raises `InvalidRequest`.
 
     A placeholder that was not filled in is read as if it stood in quotes, so that it is named with
-    its field, or ignored where its value is for information only.
+    its field, or ignored where its value is for information only. New lines and tabs in a text are
+    read as if they were escaped: comments of a strategy may have them.
     """
+    body = body.removeprefix(codecs.BOM_UTF8)
     try:
-        return Signal.model_validate_json(body)
-    except ValidationError as error:
-        text = body.decode("utf-8", "replace")
-        placeholder = _RAW_PLACEHOLDER.search(text)
-        if placeholder is None or not _is_no_json(error):
-            raise
-    quoted = _PLACEHOLDER_VALUE.sub(lambda match: match[1] + json.dumps(match[2]), text)
-    try:
-        return Signal.model_validate_json(quoted)
+        signal = Signal.model_validate_json(body)
     except ValidationError as error:
         if not _is_no_json(error):
             raise
-    raise InvalidRequest(_unfilled("the message", placeholder[1]))
+        body, fault = _mended(body), error.errors(include_input=False)[0]["msg"]
+        try:
+            signal = Signal.model_validate_json(body)
+        except ValidationError as second:
+            if not _is_no_json(second):
+                raise
+            text = body.decode("utf-8", "replace")
+            placeholder = _RAW_PLACEHOLDER.search(text)
+            if placeholder is not None:
+                raise InvalidRequest(_unfilled("the message", placeholder[1])) from None
+            raise InvalidRequest(_json_fault(text, fault)) from None
+    _refuse_contradictions(body)
+    return signal
+
+
+def _mended(body: bytes) -> bytes:
+    """Returns a text that is no JSON with its unfilled placeholders in quotes and its control
+    characters escaped, where nothing else can be meant."""
+    text = body.decode("utf-8", "replace")
+    if _RAW_PLACEHOLDER.search(text) is not None:
+        text = _PLACEHOLDER_VALUE.sub(lambda match: match[1] + json.dumps(match[2]), text)
+
+    def escaped(match: re.Match[str]) -> str:
+        return _CONTROL.sub(lambda control: f"\\u{ord(control[0]):04x}", match[0])
+
+    return _JSON_TEXT.sub(escaped, text).encode()
+
+
+def _json_fault(text: str, fault: str) -> str:
+    """Says what keeps a message from being JSON, and what to do about it, without showing it."""
+    fault = fault.removeprefix("Invalid JSON: ")
+    if not text.lstrip().startswith(("{", "[")):
+        advice = "it begins with { and ends with }"
+    elif fault.startswith("key must be a string") and _TYPOGRAPHIC_QUOTES.search(text):
+        advice = 'write straight quotes (") and not typographic ones'
+    elif fault.startswith("key must be a string"):
+        advice = 'write names and texts in double quotes (")'
+    elif fault.startswith("trailing characters"):
+        advice = "something is behind its object, and an alert is one signal"
+    elif fault.startswith("trailing comma"):
+        advice = "take the last comma away"
+    elif fault.startswith("expected `,`"):
+        advice = "a comma is missing, or a text has a double quote in it"
+    else:
+        advice = 'write each text and placeholder in double quotes, as "symbol": "{{ticker}}"'
+    return f"the message is not JSON ({fault}): {advice}"
+
+
+def _refuse_contradictions(body: bytes) -> None:
+    """Raises `InvalidRequest` for a message that has a field twice with different values: JSON does
+    not say which of them counts."""
+    pairs: list[tuple[str, Any]] = []
+    with suppress(ValueError, RecursionError):  # it was read, so this is not about its fields
+        pairs = json.loads(body, object_pairs_hook=list)
+    values: dict[str, str] = {}
+    for name, value in pairs:
+        if name in Signal.model_fields and values.setdefault(name, repr(value)) != repr(value):
+            raise InvalidRequest(f"the message has {name} twice, with different values")
 
 
 def _is_no_json(error: ValidationError) -> bool:

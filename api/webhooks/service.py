@@ -101,7 +101,7 @@ class SignalReceiver:
             received = None
             if earlier is None:
                 require_open(webhook)
-                self._require_time(signal, webhook)
+                require_time(signal, webhook)
                 received = await self.interpreter.interpret(signal, webhook, datetime.now(UTC))
         except BerthError as error:
             await self._note_refusal(webhook, error, source, body, signal, began)
@@ -341,14 +341,6 @@ class SignalReceiver:
             busy.retry_after = error.retry_after
             raise busy from None
 
-    def _require_time(self, signal: Signal, webhook: Webhook) -> None:
-        late = (datetime.now(UTC) - signal.time).total_seconds()
-        if abs(late) > webhook.window_s:
-            word = "old" if late > 0 else "in the future"
-            raise errors.AlertOutdated(
-                f"the signal is {abs(late):.0f} s {word}; {webhook.window_s} s are allowed"
-            )
-
 
 def _planned(call: WebhookCall) -> Sequence[object]:
     planned: Sequence[object] = (call.plan or {}).get("orders", ())
@@ -382,8 +374,24 @@ def require_open(webhook: Webhook) -> None:
         raise errors.WebhookPaused
 
 
+def require_time(signal: Signal, webhook: Webhook) -> None:
+    """Raises `AlertOutdated` if a signal's own time is too far from ours."""
+    late = (datetime.now(UTC) - signal.time).total_seconds()
+    if abs(late) <= webhook.window_s:
+        return
+    word = "old" if late > 0 else "in the future"
+    hint = " (send {{timenow}}: {{time}} is when the bar opened)" if late > 0 else ""
+    raise errors.AlertOutdated(
+        f"the signal is {abs(late):.0f} s {word}; {webhook.window_s} s are allowed{hint}"
+    )
+
+
 #: What a text gives as its secret, also one that is no JSON.
-_GIVEN_SECRET = re.compile(rb"(?i)secret[\"']?\s*[:=]\s*[\"']?([A-Za-z0-9_-]{1,256})")
+#: Typographic quotes, too: the owner then hears of the quotes.
+_QUOTE = rb"(?:[\"']|\xe2\x80[\x98-\x9f]|\xef\xbc\x82)?"
+_GIVEN_SECRET = re.compile(
+    rb"(?i)secret" + _QUOTE + rb"\s*[:=]\s*" + _QUOTE + rb"([A-Za-z0-9_-]{1,256})"
+)
 
 
 def _checked_signal(webhook: Webhook, source: str, body: bytes) -> Signal:

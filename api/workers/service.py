@@ -107,7 +107,9 @@ class WorkerControl:
             cause = failed.cause
             if isinstance(cause, ApplicationError) and cause.type not in RUN_CLOSED_TYPES:
                 raise from_code(cause.type or "", cause.message) from None
-            raise NoWorker("the worker ended meanwhile; the next one loads them") from None
+            raise NoWorker(
+                "The worker has ended in the meantime. The next one loads the credentials."
+            ) from None
         if result.ok:
             return result.failure_detail or "reloaded"
         raise _reload_error(result)

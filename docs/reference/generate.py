@@ -29,6 +29,7 @@ from infra.process_metrics import COUNTED
 from infra.settings import Settings
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.protocol import keys
+from worker_runtime.protocol.broker_record import AddressLimits, SessionLife
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.installed_brokers import built_in_brokers
 
@@ -415,6 +416,8 @@ def broker_page() -> str:
                 f"{limits.connections} connections, {limits.logins_per_day} logins a day, "
                 f"{limits.orders_per_10s} orders in 10 s, {limits.queries_per_5s} queries in 5 s"
             ),
+            "limits of an outgoing address": _address_limits(limits.address),
+            "a session ends": _session_end(record.session),
             "shortest pause after a refusal": f"{limits.cool_down_s:g} s",
             "characters of an order's tag": str(record.tag_length),
             "a changed quantity means": record.quantity_change.value.replace("_", " "),
@@ -460,6 +463,23 @@ def broker_page() -> str:
                 for rule in market.orders
             ]
     return "\n".join([*lines, ""])
+
+
+def _address_limits(limits: AddressLimits | None) -> str:
+    numbers = {
+        "connections": limits and limits.connections,
+        "logins a day": limits and limits.logins_per_day,
+        "orders in 10 s": limits and limits.orders_per_10s,
+        "queries in 5 s": limits and limits.queries_per_5s,
+    }
+    known = [f"{number} {what}" for what, number in numbers.items() if number]
+    return ", ".join(known) or "not published"
+
+
+def _session_end(life: SessionLife) -> str:
+    ends = [f"{life.life_s:g} s after its login"] if life.life_s else []
+    ends += [f"at {life.ends_at:%H:%M} UTC"] if life.ends_at else []
+    return ", and ".join(ends) or "at no known time"
 
 
 def _wrapped(paragraph: str) -> str:

@@ -78,7 +78,8 @@ class CostLoad:
 
     @property
     def size(self) -> str:
-        """Of PostgreSQL and Valkey. 100 orders a second take 2 cores (docs/measured.md)."""
+        """Returns the size of PostgreSQL's and Valkey's instances. 100 orders a second take 2 cores
+        (docs/measured.md)."""
         return "large" if self.users <= 300 else "xlarge" if self.users <= 3_000 else "4xlarge"
 
 

@@ -79,9 +79,10 @@ class Refused(BerthJobsError):
         #: The refused fields as (path, reason); an argument's path begins with `args.`.
         self.fields = [(_path(field.loc), field.msg) for field in problem.errors]
         sentence = f"{self.code}: {self.detail}" if self.code else self.detail
-        super().__init__(
-            "; ".join([sentence, *(f"{path}: {reason}" for path, reason in self.fields)])
-        )
+        fields = [f"{path}: {reason}" for path, reason in self.fields]
+        if fields:
+            sentence = "; ".join([sentence.removesuffix("."), *fields])
+        super().__init__(sentence)
 
 
 class InvalidArguments(Refused):

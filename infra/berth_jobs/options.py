@@ -86,6 +86,37 @@ def job_fields(
     }
 
 
+class JobFailureReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a failure handler (`on_failed`) is called with: its arguments."""
+
+    job_id: str
+    type: str
+    code: str
+    detail: str
+    attempt: int
+    #: The failed job's; None if they would make the handler's too large.
+    arguments: msgspec.Raw | None
+
+
+def handler_id(job_id: str, failed_at_ms: int) -> str:
+    """Returns the id of the job that handles one failure. Whoever enqueues it, it runs once."""
+    suffix = f".failed.{failed_at_ms}"
+    return f"{job_id[: 128 - len(suffix)]}{suffix}"
+
+
+def handler_fields(
+    kind: ManifestType, report: JobFailureReport, max_bytes: int, defaults: JobDefaults
+) -> dict[str, Any]:
+    """Returns the fields of a failure handler's message but its id. `max_bytes`: of its
+    arguments."""
+    arguments = msgspec.json.encode(report)
+    if len(arguments) > max_bytes:
+        arguments = msgspec.json.encode(msgspec.structs.replace(report, arguments=None))
+    fields = job_fields(kind, arguments, defaults=defaults)
+    # A handler's failure has no handler.
+    return {**fields, "on_failed": "", "unique": "", "unique_for": 0.0}
+
+
 def fields_depend_on_arguments(kind: ManifestType, options: JobOptions) -> bool:
     """Returns False if a job's fields, but the arguments themselves, are the same whatever its
     arguments are."""

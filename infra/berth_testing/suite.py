@@ -14,6 +14,7 @@ import pytest
 from worker_runtime.brokers.port import (
     Broker,
     Credentials,
+    KeepsToken,
     OrderChanged,
     OrderState,
     Side,
@@ -350,6 +351,26 @@ def test_one_connection_too_many_is_refused_until_one_is_closed(
     until(admitted)
     for other in [*others, further]:
         other.close()
+
+
+def test_a_session_that_takes_the_place_of_another_outlives_it_and_reaches_its_orders(
+    stage: BrokerStage, broker: Broker, account: str, heard: HeardOrders
+) -> None:
+    """A worker renews a session so: next to the old one, where the broker takes two."""
+    resting = place_resting(stage, broker)
+    if isinstance(broker, KeepsToken):
+        broker.forget_token()
+    renewed = stage.broker(account, heard)
+    if stage.facts.connections == 1:
+        broker.close()
+    renewed.login(CREDENTIALS, 5.0)
+    broker.close()
+    renewed.ping(5.0)
+    assert renewed.alive()
+    if stage.facts.all_sessions:
+        cancelled = heard.outcome(renewed.cancel(resting, 5.0), OrderState.CANCELLED)
+        assert cancelled.broker_order_id == resting
+    renewed.close()
 
 
 def test_a_resting_order_is_cancelled_once(

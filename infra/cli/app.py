@@ -43,7 +43,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-keys_app = command_group("Key files.")
+keys_app = command_group("Make, rotate, retire and restore key files.")
 app.add_typer(keys_app, name="keys")
 app.add_typer(users.users_app, name="users")
 app.add_typer(users.accounts_app, name="accounts")
@@ -161,7 +161,7 @@ def _exec(module: str, *words: str) -> NoReturn:
 
 @settings_command(app)
 def migrate(settings: Settings) -> CommandAnswer:
-    """Bring the database to the schema of this release: the job before a release is started.
+    """Bring the database to the schema of this release. Run it before a release is started.
 
     Safe to run at any time, twice, and while the servers run. It waits at most 2 s for a lock,
     so that it holds nobody up, and tries again for a minute. Without --data it uses

@@ -252,7 +252,7 @@ def read_partial(partial: str | None) -> tuple[int, Decimal | None]:
 
 def exit_code_of(steps: Sequence[CheckStep]) -> int:
     failed = {step.name for step in steps if step.outcome is CheckOutcome.FAILED}
-    if "nothing left" in failed:
+    if "nothing left" in failed or any(step.evidence.get("left_working") for step in steps):
         return LEFT_WORKING
     if "login" in failed or not any(step.name == "login" for step in steps):
         return UNDECIDED
@@ -293,8 +293,8 @@ def run_check(
                 progress(step)
     if child.returncode != 0:
         detail = (
-            f"ended with {child.returncode} after {len(steps)} steps: look for orders "
-            "that still work"
+            f"ended with {child.returncode} after {len(steps)} steps. Check again: that looks for "
+            "an order that still works, and cancels it"
         )
         # It may have placed one.
         name = "nothing left" if request.orders else "the checking process"

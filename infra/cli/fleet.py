@@ -233,14 +233,14 @@ def call(
             None if body is None else json_text.loads(sys.stdin.read() if body == "-" else body)
         )
     except ValueError:
-        raise typer.BadParameter("the body is no JSON") from None
+        raise typer.BadParameter("the body is not JSON") from None
     below = path[3:] if path.startswith("/v1/") else path
     answer = api.client.request(method.upper(), below, body=document).body
     write = partial(typer.echo, nl=False) if isinstance(answer, str) else as_json
     return CommandAnswer(answer, lambda: write(answer))
 
 
-letters_app = command_group("What failed for good (docs/how-to/settle-failures.md).")
+letters_app = command_group("Dead letters: what failed for good (docs/how-to/settle-failures.md).")
 
 LetterIds = Annotated[list[str], typer.Argument(metavar="ID…", help="Ids, as `list` shows them.")]
 

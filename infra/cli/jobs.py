@@ -50,7 +50,7 @@ Valkey = Annotated[
 
 def _named(user: str | None) -> str | None:
     if user == "":  # an empty variable of a script must not mean the fleet
-        raise typer.BadParameter("it names nobody")
+        raise typer.BadParameter("the name is empty")
     return user
 
 
@@ -254,7 +254,9 @@ def _check_requeue(
     _: JobInspector, job_ids: list[str] | None, all_: bool, queue: str, type_: str, code: str
 ) -> None:
     if sum([bool(job_ids), all_, bool(queue or type_ or code)]) != 1:
-        raise typer.BadParameter("name jobs, or say --all, or filter by --queue, --type and --code")
+        raise typer.BadParameter(
+            "name jobs, or give --all, or filter by --queue, --type and --code"
+        )
 
 
 @_job_command(check=_check_requeue, act="requeue")

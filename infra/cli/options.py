@@ -84,7 +84,7 @@ class KeyName(StrEnum):
 
 @dataclass(frozen=True)
 class CommandAnswer:
-    """What a command prints: `value` with --json, else `text`: a sentence, or a function that
+    """Holds what a command prints: `value` with --json, else `text`: a sentence, or a function that
     draws."""
 
     value: Any

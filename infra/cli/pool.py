@@ -173,7 +173,7 @@ def _policy_changes(**given: Any) -> dict[str, Any]:
     if "windows" in changes:
         changes["windows"] = _read(changes["windows"])
     if not changes:
-        raise typer.BadParameter("say what to change, such as --target 8")
+        raise typer.BadParameter("name what to change, such as --target 8")
     return {
         name: None if name in ("maximum", "limit") and value == 0 else value
         for name, value in changes.items()

@@ -38,7 +38,10 @@ User = Annotated[str | None, typer.Option("--user", metavar="USER", help="For on
 def install(root: typer.Typer) -> None:
     """Adds the four commands of the trading switches to `berth` itself."""
     _add_switch(
-        root, "halt", "halted", "Take no new orders, nor those already queued. Cancels still pass."
+        root,
+        "halt",
+        "halted",
+        "Halt trading: send no order, also none that is already queued. Cancels still pass.",
     )
     _add_switch(
         root,
@@ -98,7 +101,7 @@ def switches(
 
 def _check_target(reason: str, everybody: bool, user: str | None, account: str | None) -> None:
     if everybody == (user is not None):
-        raise typer.BadParameter("say --all or --user USER, one of them")
+        raise typer.BadParameter("give either --all or --user USER")
     if account is not None and user is None:
         raise typer.BadParameter("--account needs --user")
 
@@ -122,7 +125,8 @@ def _show_switches(answer: dict[str, Any]) -> None:
 
 
 app = command_group(
-    "Orders, and what needs a person, through the REST API. Exit codes: 0 done, 1 refused, 2 usage."
+    "Orders, and those that need an operator, through the REST API. Exit codes: 0 done, "
+    "1 refused, 2 usage."
 )
 
 OrderId = Annotated[str, typer.Argument(metavar="ORDER", help="Id of the order.")]

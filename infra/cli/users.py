@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from infra.cli.rest import OperatorApi
     from infra.client.client import BerthClient
 
-users_app = command_group("Users, through the REST API.")
+users_app = command_group("Users: add, disable, remove; through the REST API.")
 accounts_app = command_group("Users' broker accounts, through the REST API.")
 
-keys_app = command_group("API keys (an administrator's key is needed).")
+keys_app = command_group("API keys. Most commands need an administrator's key.")
 
 KeyId = Annotated[str, typer.Argument(metavar="ID", help="Id of the key, as `list` shows it.")]
 Paper = Annotated[

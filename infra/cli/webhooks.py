@@ -22,7 +22,7 @@ from infra.cli.options import (
 if TYPE_CHECKING:
     from infra.cli.rest import OperatorApi
 
-webhooks_app = command_group("Addresses for signals, through the REST API.")
+webhooks_app = command_group("Webhooks: addresses that take signals, through the REST API.")
 symbols_app = command_group("Names of symbols in signals (docs/how-to/receive-signals.md).")
 
 

@@ -82,7 +82,9 @@ class ApiError(BerthClientError):
             f"{field.loc[-1] if field.loc else '?'}: {field.msg}" for field in problem.errors
         ]
         sentence = f"{self.code}: {self.detail}" if self.code else self.detail
-        super().__init__("; ".join([sentence, *self.fields]))
+        if self.fields:
+            sentence = "; ".join([sentence.removesuffix("."), *self.fields])
+        super().__init__(sentence)
 
     @classmethod
     def of(cls, answer: httpx.Response) -> ApiError:

@@ -176,8 +176,8 @@ async def require_room(session: AsyncSession, user_id: str | None) -> None:
     )
     if (await session.scalar(held) or 0) >= limit:
         raise ApiKeyLimitReached(
-            f"{user_id or 'the staff'} has {limit} API keys. Revoke one that is not needed any "
-            "more, or wait until a rotated one has ended."
+            f"{user_id or 'the staff'} has {limit} API keys. Revoke one that is no longer "
+            "needed, or wait until a rotated one has expired."
         )
 
 

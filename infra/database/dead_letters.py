@@ -1,7 +1,7 @@
-"""What failed for good: workflow runs, jobs, alerts, messages nobody can handle, orders for a
-person.
+"""Lists what failed for good: workflow runs, jobs, alerts, messages that nobody can handle, and
+orders that need an operator.
 
-One list (X4). Its table holds all but the orders, which are in their own table. A repeat only
+The table of this list holds all but the orders, which are in their own table. A repeat only
 counts. Each source has at most `MAX_OPEN_LETTERS_PER_SOURCE` open letters, each kind
 `MAX_OPEN_LETTERS`; what comes beyond that is counted in one letter of its source. A closed letter
 opens again when the same thing fails again.

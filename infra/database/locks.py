@@ -1,5 +1,5 @@
-"""What one process among several gets at a time: a turn, a number, the leadership of a loop, a
-lease of due rows."""
+"""Gives one process among several what only one may have at a time: a turn, a number, the
+leadership of a loop, a lease of due rows."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

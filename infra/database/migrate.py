@@ -197,7 +197,7 @@ def _upgrade(connection: Connection, config: Config) -> None:
 
 
 class SchemaCheck:
-    """Whether the database has the tables of this release, or of a newer one. It changes
+    """Checks whether the database has the tables of this release, or of a newer one. Changes
     nothing."""
 
     def __init__(self, database_url: str) -> None:

@@ -1,5 +1,5 @@
-"""What `berth doctor` and the alerts measure, and from where on it is wrong. Each is measured in
-one way."""
+"""Measures what `berth doctor` and the alerts check, each in one way, and says from which value
+on it is wrong."""
 
 import os
 import resource

@@ -91,7 +91,7 @@ def _check_whole(schema: dict[str, Any]) -> None:
     try:
         Draft202012Validator.check_schema(schema)
     except SchemaError as error:
-        raise SchemaRefused(f"This is no JSON Schema: {error.message[:200]}") from None
+        raise SchemaRefused(f"This is not a JSON Schema: {error.message[:200]}") from None
 
 
 def _check_part(part: Any, references: set[str]) -> None:

@@ -25,6 +25,7 @@ from worker_runtime.jobs.protocol.messages import (
     JobOutcomeUnknown,
     JobResult,
     JobStatus,
+    read_signed_job,
     read_signed_result,
 )
 from worker_runtime.jobs.protocol.scripts import ENQUEUE
@@ -153,6 +154,30 @@ class JobClient:
         pipeline.set(job_keys.recent_requests(tag), 0, ex=RESULT_TTL_S, nx=True)
         pipeline.incr(job_keys.recent_requests(tag))
         return int((await pipeline.execute())[1])
+
+    async def ids_of_others(self, jobs: Sequence[Job], *, tag: str) -> set[str]:
+        """Returns the ids among those of `jobs` under which Valkey has another job, or the end of
+        one: one that a direct producer has enqueued. The same type with the same arguments is no
+        other job. Raises `RedisError`."""
+        keys = self.secrets.job_keys(tag)
+        names = [job_keys.job(tag, job.job_id) for job in jobs]
+        arguments = ["hash", 2 * MAX_MESSAGE_BYTES]
+        stored = await valkey.run_script(self._client, READ_BOUNDED, names, arguments)
+        async with self._client.pipeline(transaction=False) as pipe:
+            for job in jobs:
+                pipe.exists(job_keys.result(tag, job.job_id))
+            results = await pipe.execute()
+        others = set()
+        for job, flat, has_result in zip(jobs, stored, results, strict=True):
+            if flat is None and not has_result:
+                continue
+            fields = dict(zip(map(reply_text, (flat or ())[::2]), (flat or ())[1::2], strict=True))
+            with suppress(BerthError):
+                known = read_signed_job(fields.get("body", b""), job.job_id, keys)[0]
+                if known.queued_type == job.queued_type and known.args == job.args:
+                    continue
+            others.add(job.job_id)
+        return others
 
     async def get(self, job_id: str, *, tag: str = job_keys.FLEET_TAG) -> JobState | None:
         """Returns the job; None if there is none, or its result has expired. Raises

@@ -26,6 +26,7 @@ from infra.vault.message_secret import MessageSecretFile, load_fleet_keys
 from infra.vault.secret_versions import load_versions
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.catalog import WAITING_QUEUES
+from worker_runtime.process.cgroup import leave_room_for_groups
 from worker_runtime.protocol.authentication import MessageKey
 from worker_runtime.protocol.errors import BerthError
 
@@ -222,5 +223,7 @@ if __name__ == "__main__":
     if settings.runner_bounds != (1, 1):
         from infra.jobs.scaling import ScaledFleet
 
+        if settings.jobs_application:
+            leave_room_for_groups()  # each runner limits the memory of its children
         sys.exit(ScaledFleet(settings, runner_config(settings)).run())
     exec_runner(runner_config(settings))

@@ -76,7 +76,7 @@ class KeptJobs:
             log.warning("job_not_kept", job_id=job.job_id)
             return await self.queue.enqueue(job)
         if known is not None and known.digest != digest:
-            raise JobIdReused(f"another job was asked for as {job.job_id}")
+            raise JobIdReused(f"The id {job.job_id} belongs to another job. Choose another id.")
         if not is_new:
             return False
         try:
@@ -91,7 +91,8 @@ class KeptJobs:
         """Keeps jobs of an application's types and puts them on their queues: all of them, or none.
 
         `digests` are as for `enqueue`; an empty one stands for a job whose id nobody has chosen.
-        While Valkey is away they wait. Raises `JobIdReused`, `MalformedMessage`,
+        While Valkey is away they wait. An id that a direct producer has given to another job is
+        refused, or that job would be shown as this one. Raises `JobIdReused`, `MalformedMessage`,
         `DatabaseUnavailable`.
         """
         owner = application_tag(application)
@@ -109,9 +110,10 @@ class KeptJobs:
         ]
         async with self.database.session() as session:
             new = await kept_jobs.add_jobs(session, rows)
-            await _refuse_reused(
-                session, owner, dict(zip((job.job_id for job in jobs), digests, strict=True))
-            )
+            digest_of = dict(zip((job.job_id for job in jobs), digests, strict=True))
+            await _refuse_reused(session, owner, digest_of)
+            chosen = [job for job in jobs if job.job_id in new and digest_of[job.job_id]]
+            await self._refuse_direct(chosen, owner)
         fresh = [queued_form(job, owner) for job in jobs if job.job_id in new]
         try:
             replies = await self.queue.enqueue_many(fresh, tag=owner) if fresh else []
@@ -126,6 +128,31 @@ class KeptJobs:
         if others:  # the callers get the earlier jobs
             await self.database.write(kept_jobs.delete_jobs, owner, others)
         return [KeptReply(others.get(job.job_id, job.job_id), job.job_id in others) for job in jobs]
+
+    async def _refuse_direct(self, jobs: Sequence[Job], owner: str) -> None:
+        """Raises `JobIdReused` if Valkey has another job under an id that PostgreSQL has not
+        known."""
+        if not jobs:
+            return
+        try:
+            others = await self.queue.ids_of_others(jobs, tag=owner)
+        except (RedisError, OSError):  # the jobs wait for Valkey
+            return
+        if others:
+            raise _reused(min(others))
+
+    async def keep_handler(self, owner: str, handler: Job) -> None:
+        """Keeps the handler of a failure, which a runner enqueues; if Valkey loses it, it is
+        enqueued again. Safe to repeat. Raises `DatabaseUnavailable`."""
+        row = {
+            "user_id": owner,
+            "job_id": handler.job_id,
+            "sealed": self._cipher(owner).encrypt(encode_job(handler)),
+            "digest": "",
+            "type": handler.name,
+            "type_version": handler.type_version,
+        }
+        await self.database.write(kept_jobs.add_jobs, [row])
 
     async def count_open(self, user_id: str) -> int:
         """Return how many jobs of a user have not ended, as far as PostgreSQL knows: an end is
@@ -176,4 +203,8 @@ async def _refuse_reused(session: AsyncSession, owner: str, digests: Mapping[str
     one."""
     for other, job_id, digest in await kept_jobs.digests_outside_users(session, digests):
         if other != owner or digest != digests[job_id]:
-            raise JobIdReused(f"The id {job_id} belongs to another job. Choose another id.")
+            raise _reused(job_id)
+
+
+def _reused(job_id: str) -> JobIdReused:
+    return JobIdReused(f"The id {job_id} belongs to another job. Choose another id.")

@@ -395,6 +395,17 @@ async def _rows_of(session: AsyncSession, application: str) -> Sequence[JobTypeR
     return (await session.scalars(rows)).all()
 
 
+async def find_newest_type(session: AsyncSession, name: str) -> ManifestType | None:
+    """Return the version of a type that was announced last; None if there is none.
+
+    Raises `msgspec.ValidationError` for one that this release cannot read.
+    """
+    newest_first = JobTypeRow.announced_at.desc(), JobTypeRow.version.desc()
+    rows = select(JobTypeRow).where(JobTypeRow.name == name).order_by(*newest_first).limit(1)
+    row = (await session.scalars(rows)).first()
+    return None if row is None else msgspec.convert(row.definition, ManifestType)
+
+
 async def _list_rows(session: AsyncSession) -> Sequence[JobTypeRow]:
     """Lists the announced types, the newest announcement of each type first."""
     newest_first = JobTypeRow.name, JobTypeRow.announced_at.desc(), JobTypeRow.version.desc()

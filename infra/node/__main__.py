@@ -23,12 +23,12 @@ from infra.environment import forget_library_variables
 from infra.log import configure_log
 from infra.node.accounts import AccountsUnavailable, UserIds, find_user_ids
 from infra.node.address import listen, take_lock
-from infra.node.cgroup import LimitsUnavailable, MemoryGroups, find_groups
 from infra.node.register import NodeRegister
 from infra.node.server import NodeServer
 from infra.node.supervisor import NodeSupervisor
 from infra.process_metrics import serving_metrics
 from infra.processes import forbid_core_files
+from worker_runtime.process.cgroup import LimitsUnavailable, MemoryGroups, find_groups
 from worker_runtime.protocol.errors import BerthError
 
 NODE_WORKERS = Gauge("berth_node_workers", "Workers that run on this host.")

@@ -68,7 +68,8 @@ class SocketServer:
 
     @property
     def has_clients(self) -> bool:
-        """Whether somebody is connected, as an orchestrator that watches for exits always is."""
+        """Returns True if a client is connected. An orchestrator that watches for exits always
+        is."""
         return any(not reader.at_eof() for reader in self._connections.values())
 
     async def reply_to(self, request: protocol.NodeRequest) -> protocol.NodeReply:

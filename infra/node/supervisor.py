@@ -18,7 +18,6 @@ import structlog
 from infra import processes, tasks
 from infra.node import worker
 from infra.node.accounts import UserIds
-from infra.node.cgroup import MemoryGroup, MemoryGroups
 from infra.node.protocol import KILL_CONFIRM_TIMEOUT_S, LaunchTask
 from infra.node.register import NodeEntry, NodeRegister
 from infra.node.worker import LOG_CHECK_INTERVAL_S, WorkerLogs, WorkerProcess
@@ -33,6 +32,7 @@ from infra.worker_task import (
     stop_grace,
     worker_exit,
 )
+from worker_runtime.process.cgroup import MemoryGroup, MemoryGroups
 
 _log = structlog.get_logger()
 

@@ -20,8 +20,8 @@ from typing import Any
 import structlog
 
 from infra import processes
-from infra.node.cgroup import MemoryGroup
 from infra.node.register import NodeEntry
+from worker_runtime.process.cgroup import MemoryGroup
 from worker_runtime.protocol.launch import MEMORY, memory_prefix
 
 #: Bytes a log may have before it is cut; as much again is kept in `<worker>.log.1`.

@@ -8,10 +8,10 @@ from uuid import uuid4
 
 import pytest
 
-from infra.node.cgroup import MemoryGroup
 from infra.worker_task import MEMORY_HARD_BYTES
 from tests.support.systems.compose import PATIENCE, ComposeProject, Customer
 from tests.support.systems.local import until
+from worker_runtime.process.cgroup import MemoryGroup
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(600)]
 

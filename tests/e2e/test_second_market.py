@@ -271,4 +271,4 @@ def test_the_workers_announce_their_brokers(both: tuple[RunningSystem, Any, Trad
             name for name in client.scan_iter(f"*{trader.user_id}*") if client.type(name) == b"hash"
         ]
         announced = [client.hget(name, "brokers") for name in names]
-    assert b"harbour=1@berth-harbour-0.1.0 paper=2 shioaji=2" in announced
+    assert b"harbour=1@berth-harbour-0.1.0 paper=3 shioaji=3" in announced

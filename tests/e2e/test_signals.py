@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from itertools import count
 from typing import Any
 
 import httpx
@@ -19,62 +17,9 @@ from infra.database.engine import Database
 from infra.exchange.behaviour import Behaviour
 from infra.market.calendar import load_calendar
 from infra.market.signal_symbols import front_contract
-from tests.support.systems.local import RunningSystem, Trader, until
+from tests.support.systems.local import RunningSystem, until
+from tests.support.systems.signals import TraderHook, ledger_of, make_hook
 from tests.support.systems.trading import read_position_terms, set_price, wait_for_final_orders
-from worker_runtime.protocol.messages import Side
-from worker_runtime.protocol.order_terms import OrderLot
-
-_numbers = count(1)
-
-
-@dataclass(frozen=True)
-class Hook:
-    """A webhook of a trader."""
-
-    system: RunningSystem
-    trader: Trader
-    id: str
-    path: str
-    secret: str
-
-    def body(self, action: str, **fields: Any) -> dict[str, Any]:
-        said = {"secret": self.secret, "time": datetime.now(UTC).isoformat(), "action": action}
-        return said | {"symbol": "2330", "id": f"{next(_numbers)}"} | fields
-
-    def post(self, body: dict[str, Any]) -> httpx.Response:
-        return self.system.call("POST", self.path, "", json=body)
-
-    def send(self, action: str, **fields: Any) -> httpx.Response:
-        """A signal, and its outcome: it comes again as long as it is under way."""
-        body = self.body(action, **fields)
-        answer = self.post(body)
-        until(
-            lambda: (again := self.post(body)).status_code != 202 and again, "the signal's outcome"
-        )
-        return self.post(body) if answer.status_code == 202 else answer
-
-    def net(self) -> int:
-        """The exchange's fills in lots or contracts; odd lots in shares count apart."""
-        orders = [
-            order for order in self.system.ledger(self.trader) if order.lot is OrderLot.COMMON
-        ]
-        return sum(order.filled if order.side is Side.BUY else -order.filled for order in orders)
-
-
-def make(system: RunningSystem, trader: Trader | None = None, **settings: Any) -> Hook:
-    trader = trader or system.trader()
-    body = {"account_id": trader.account_id, "quantity_unit": "shares", **settings}
-    made = system.call("POST", f"/v1/users/{trader.user_id}/webhooks", trader.api_key, json=body)
-    assert made.status_code == 201, made.text
-    shown = made.json()
-    return Hook(system, trader, shown["id"], shown["path"], shown["secret"])
-
-
-def ledger(hook: Hook) -> list[tuple[str, int, str]]:
-    return [
-        (order.side.value, order.quantity, order.lot.value)
-        for order in hook.system.ledger(hook.trader)
-    ]
 
 
 def test_a_unit_is_asked_for_and_a_hundred_shares_are_no_hundred_lots(
@@ -86,20 +31,20 @@ def test_a_unit_is_asked_for_and_a_hundred_shares_are_no_hundred_lots(
     assert (refused.status_code, refused.json()["code"]) == (422, "INVALID_REQUEST")
     assert '"quantity_unit": "shares"' in refused.json()["detail"]
     set_price(system, "2330")
-    split = make(system, trader, odd="split")
+    split = make_hook(system, trader, odd="split")
     bought = split.send("buy", quantity="100", price="100")
     assert bought.status_code in (200, 201), bought.text
-    until(lambda: ledger(split) == [("buy", 100, "intraday_odd")], "the odd lot at the exchange")
+    until(lambda: ledger_of(split) == [("buy", 100, "intraday_odd")], "the odd lot at the exchange")
     both = split.send("buy", quantity="2300.0", price="100").json()
     assert [leg["quantity"] for leg in both["legs"]] == [2, 300]
-    strict, down = make(system, trader), make(system, trader, odd="round_down")
+    strict, down = make_hook(system, trader), make_hook(system, trader, odd="round_down")
     refused = strict.send("buy", quantity="100")
     assert (refused.status_code, refused.json()["code"]) == (422, "ODD_LOT_REFUSED")
     rounded = down.send("buy", quantity="1100").json()
     assert rounded["quantity"] == 1, rounded
     nothing = down.send("buy", quantity="100").json()
     assert (nothing["outcome"], nothing["legs"]) == ("nothing_to_do", [])
-    assert sorted(ledger(split)) == [
+    assert sorted(ledger_of(split)) == [
         ("buy", 1, "common"),
         ("buy", 2, "common"),
         ("buy", 100, "intraday_odd"),
@@ -110,7 +55,7 @@ def test_a_unit_is_asked_for_and_a_hundred_shares_are_no_hundred_lots(
 def test_a_webhook_of_before_keeps_lots_and_is_unconfirmed_until_somebody_says_so(
     system: RunningSystem,
 ) -> None:
-    hook = make(system, quantity_unit="lots")
+    hook = make_hook(system, quantity_unit="lots")
     # A webhook of an earlier release has no unit.
     asyncio.run(_forget_unit(system, hook))
     path = f"/v1/users/{hook.trader.user_id}/webhooks"
@@ -125,7 +70,7 @@ def test_a_webhook_of_before_keeps_lots_and_is_unconfirmed_until_somebody_says_s
     assert hook.net() == 6
 
 
-async def _forget_unit(system: RunningSystem, hook: Hook) -> None:
+async def _forget_unit(system: RunningSystem, hook: TraderHook) -> None:
     url = system.stack.settings.database_url
     async with Database(url, pool_size=1) as database, database.session() as session:
         statement = text("update webhooks set quantity_unit = null where id = :id")
@@ -135,7 +80,7 @@ async def _forget_unit(system: RunningSystem, hook: Hook) -> None:
 def test_a_reversal_is_not_doubled_and_a_target_is_reached_from_anywhere(
     system: RunningSystem,
 ) -> None:
-    hook = make(system, quantity_unit="lots", entry_mode="delta")
+    hook = make_hook(system, quantity_unit="lots", entry_mode="delta")
     assert hook.send("long_entry", quantity="2", symbol="MXFL6").status_code in (200, 201)
     # TradingView's contracts on a reversal from 2 to -3 are 5.
     reversed_ = hook.send("short_entry", quantity="5", symbol="MXFL6").json()
@@ -161,7 +106,7 @@ def test_a_reversal_is_not_doubled_and_a_target_is_reached_from_anywhere(
 def test_an_exit_and_the_entry_right_behind_it_are_both_carried_out_in_order(
     system: RunningSystem,
 ) -> None:
-    hook = make(system, quantity_unit="lots")
+    hook = make_hook(system, quantity_unit="lots")
     assert hook.send("long_entry", quantity="2", symbol="MXFL6").status_code in (200, 201)
     bodies = [
         hook.body("long_exit", symbol="MXFL6"),
@@ -174,14 +119,14 @@ def test_an_exit_and_the_entry_right_behind_it_are_both_carried_out_in_order(
         assert {first.result().status_code, second.result().status_code} <= {201, 202}
     until(lambda: hook.net() == -1, "both signals at the exchange")
     sold = [("sell", 2, "common"), ("sell", 1, "common")]
-    assert ledger(hook)[1:] == sold
+    assert ledger_of(hook)[1:] == sold
     # Right after a fill, too.
     assert hook.post(hook.body("long_entry", quantity=3, symbol="MXFL6")).status_code in (201, 202)
     until(lambda: hook.net() == 3, "the entry right after the fill")
 
 
 def test_an_exit_larger_than_the_position_closes_what_there_is(system: RunningSystem) -> None:
-    hook = make(system, quantity_unit="lots")
+    hook = make_hook(system, quantity_unit="lots")
     hook.send("buy", quantity="2")
     wait_for_final_orders(system, hook.trader)
     exit_ = hook.send("long_exit", quantity="5").json()
@@ -205,7 +150,7 @@ def test_an_exit_larger_than_the_position_closes_what_there_is(system: RunningSy
 def test_what_alerts_write_in_many_ways_is_understood(
     system: RunningSystem, fields: dict[str, Any]
 ) -> None:
-    hook = make(system, quantity_unit="lots")
+    hook = make_hook(system, quantity_unit="lots")
     said = {"action": "buy", "quantity": "1", **fields}
     answer = hook.send(said.pop("action"), **said)
     assert (answer.status_code, answer.json().get("quantity")) in ((200, 1), (201, 1)), answer.text
@@ -215,7 +160,7 @@ def test_what_alerts_write_in_many_ways_is_understood(
 def test_what_is_not_understood_is_answered_with_the_sentence_that_helps(
     system: RunningSystem,
 ) -> None:
-    hook = make(system, quantity_unit="lots")
+    hook = make_hook(system, quantity_unit="lots")
     cases: list[tuple[dict[str, Any], str]] = [
         ({"quantity": "{{strategy.order.contracts}}"}, "quantity still has the placeholder"),
         ({"quantity": "1.5"}, "quantity: it is not whole"),
@@ -227,24 +172,24 @@ def test_what_is_not_understood_is_answered_with_the_sentence_that_helps(
         assert answer.status_code == 422
         assert answer.json()["detail"].startswith(sentence), answer.text
         assert hook.secret not in answer.text
-    assert ledger(hook) == []
+    assert ledger_of(hook) == []
 
 
 def test_limits_between_ticks_are_rounded_to_the_safe_side_or_refused(
     system: RunningSystem,
 ) -> None:
     set_price(system, "2454", 1000)
-    safe = make(system, quantity_unit="lots")
+    safe = make_hook(system, quantity_unit="lots")
     limit = {"price_type": "LMT", "price": "1005.5", "symbol": "2454", "quantity": 1}
     assert safe.send("buy", **limit).json()["price"] == "1005"
     assert safe.send("sell", **limit).json()["price"] == "1010"
-    strict = make(system, quantity_unit="lots", price_rounding="refuse")
+    strict = make_hook(system, quantity_unit="lots", price_rounding="refuse")
     refused = strict.send("buy", **limit)
     assert (refused.status_code, refused.json()["code"]) == (422, "PRICE_OFF_TICK")
 
 
 def test_symbols_are_those_of_charts_and_what_operators_name(system: RunningSystem) -> None:
-    hook = make(system, quantity_unit="lots")
+    hook = make_hook(system, quantity_unit="lots")
     front = front_contract("TXF", load_calendar(), datetime.now(UTC))
     for sent, symbol in (
         ("TWSE:2330", "2330"),
@@ -263,7 +208,7 @@ def test_symbols_are_those_of_charts_and_what_operators_name(system: RunningSyst
     # A repeat after the table was edited is the same order, in the same contract.
     system.call("PUT", "/v1/symbols/FITX", admin, json={"symbol": "2330"})
     until(lambda: hook.post(body).status_code == 200, "the outcome")
-    assert (hook.post(body).json()["symbol"], len(ledger(hook))) == (front, 5)
+    assert (hook.post(body).json()["symbol"], len(ledger_of(hook))) == (front, 5)
     assert first.status_code in (201, 202)
     gone = system.call("DELETE", "/v1/symbols/FITX", admin)
     assert gone.status_code == 204
@@ -273,7 +218,7 @@ def test_symbols_are_those_of_charts_and_what_operators_name(system: RunningSyst
 
 
 def test_the_old_path_is_the_same_place(system: RunningSystem) -> None:
-    hook = make(system, quantity_unit="lots")
+    hook = make_hook(system, quantity_unit="lots")
     body = hook.body("buy", quantity=1)
     before = system.call("POST", hook.path.replace("/signals", "/orders"), "", json=body)
     assert before.status_code in (201, 202)
@@ -284,7 +229,7 @@ def test_the_old_path_is_the_same_place(system: RunningSystem) -> None:
 def test_a_signal_whose_process_is_killed_is_carried_on_once_and_those_behind_it_too(
     system: RunningSystem,
 ) -> None:
-    hook = make(system, quantity_unit="lots", entry_mode="delta")
+    hook = make_hook(system, quantity_unit="lots", entry_mode="delta")
     assert hook.send("long_entry", quantity="2", symbol="MXFL6").status_code in (200, 201)
     wait_for_final_orders(system, hook.trader)
     slow = Behaviour(latency_ms=1500)
@@ -309,14 +254,14 @@ def test_a_signal_whose_process_is_killed_is_carried_on_once_and_those_behind_it
         ("buy", 4, "common"),
     ]
     refused = [body for body in bodies if hook.post(body).status_code == 409]
-    assert ledger(hook) == whole if not refused else ledger(hook)[:2] == whole[:2]
-    assert len(ledger(hook)) <= len(whole)
+    assert ledger_of(hook) == whole if not refused else ledger_of(hook)[:2] == whole[:2]
+    assert len(ledger_of(hook)) <= len(whole)
     path = f"/v1/users/{hook.trader.user_id}/orders"
     orders = system.call("GET", path, hook.trader.api_key).json()["orders"]
-    assert len(orders) == len(ledger(hook))
+    assert len(orders) == len(ledger_of(hook))
 
 
-def _ended(hook: Hook, body: dict[str, Any]) -> bool:
+def _ended(hook: TraderHook, body: dict[str, Any]) -> bool:
     try:
         answer = hook.post(body)
     except httpx.HTTPError:

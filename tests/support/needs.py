@@ -23,7 +23,7 @@ import pytest
 
 from infra.lab import docker, worker_image
 from infra.lab.bench.starvation.cpu_group import cpu_group
-from infra.node.cgroup import LimitsUnavailable, find_groups
+from worker_runtime.process.cgroup import LimitsUnavailable, find_groups
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Characters of a line about what was not run.

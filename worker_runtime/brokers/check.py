@@ -6,48 +6,35 @@ prints, starts threads and may crash. Reads a `CheckRequest` on standard input a
 """
 
 import os
-import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from decimal import Decimal
-from typing import Any
+from collections.abc import Callable
 
 import msgspec
 
+from worker_runtime.brokers.check_session import (
+    CALL_TIMEOUT_S,
+    POLL_INTERVAL_S,
+    CheckSession,
+    OpenBroker,
+    StepFailed,
+    StepSkipped,
+    StepWarned,
+    is_of_a_check,
+    named,
+)
 from worker_runtime.brokers.port import Broker, ConnectionKey, OnOrderChanged
 from worker_runtime.brokers.registry import load_adapter
-from worker_runtime.brokers.shioaji.broker import ShioajiBroker
-from worker_runtime.brokers.shioaji.probe import ShioajiProbe
 from worker_runtime.process.clock import clock_is_synchronised
 from worker_runtime.process.log import silence_libraries
 from worker_runtime.protocol.broker_check import CheckOutcome, CheckRequest, CheckStep, SeenMeaning
 from worker_runtime.protocol.broker_record import QuantityChange
-from worker_runtime.protocol.broker_reports import BrokerOrder, OrderChanged
-from worker_runtime.protocol.errors import (
-    BerthError,
-    BrokerUnreachable,
-    OutcomeUnknown,
-    SessionDown,
-)
+from worker_runtime.protocol.errors import BerthError, LoginRejected, SessionDown
 from worker_runtime.protocol.installed_brokers import installed_brokers
-from worker_runtime.protocol.messages import (
-    FINAL_ORDER_STATES,
-    OrderState,
-    PlaceOrder,
-    PriceType,
-    Side,
-)
-from worker_runtime.protocol.order_terms import OrderLot, TimeInForce
+from worker_runtime.protocol.messages import FINAL_ORDER_STATES, OrderState
+from worker_runtime.protocol.order_terms import OrderLot
 from worker_runtime.protocol.requests import QuantityMeaning
 
-#: Seconds that one call may take.
-_CALL_TIMEOUT_S = 15.0
-#: Seconds between two looks at the broker's list: 25 queries in 5 s are allowed.
-_POLL_INTERVAL_S = 0.5
-#: Prices below this share of the reference price are far from the market. Limit down is 0.9 of it.
-_HIGHEST_SAFE_SHARE = Decimal("0.95")
 #: Quantity of an order that is changed, and the number that is sent:
 #: what stays tells the meanings apart.
 _ORDERED_QUANTITY, _SENT_QUANTITY = 3, 1
@@ -66,22 +53,8 @@ _WITHOUT_QUANTITY_STEP = {
     ),
 }
 
-OpenBroker = Callable[[OnOrderChanged], Broker]
 
-
-class StepFailed(Exception):
-    """A step did not go well; the text says how."""
-
-
-class StepWarned(StepFailed):
-    """A step went in a way that a person should know of."""
-
-
-class StepSkipped(StepFailed):
-    """A step that makes no sense here."""
-
-
-class BrokerCheck:
+class BrokerCheck(CheckSession):
     """All steps, in order. Each ends in a `CheckStep`, whatever happens."""
 
     def __init__(
@@ -89,17 +62,8 @@ class BrokerCheck:
     ) -> None:
         """Takes `open_broker`, which makes an unconnected session, and `report`, which gets each
         step as it ends."""
-        self._request = request
-        self._open = open_broker
+        super().__init__(request, open_broker)
         self._report = report
-        self._changes: list[OrderChanged] = []
-        self._broker: Broker | None = None
-        self._evidence: dict[str, Any] = {}
-        #: The orders that may have reached the broker: the numbers that it gave them, by our tags.
-        #: '': it is not known whether it has the order.
-        self._sent: dict[str, str] = {}
-        #: Whether the last step has logged in again: the broker counts logins.
-        self._has_reopened = False
 
     def run(self) -> list[CheckStep]:
         steps: list[CheckStep] = []
@@ -135,15 +99,19 @@ class BrokerCheck:
 
         step("clock", self._check_clock)
         try:
-            if step("login", self._log_in):
+            if step("login", self._check_login):
                 step("account", self._check_account)
                 step("connections", self._check_connections)
                 step("certificate", self._check_certificate)
                 step("contract", self._check_contract)
                 step("ping", self._check_ping)
-                if self._request.orders:
+                step("positions", self._check_positions)
+                nothing_works = step("earlier orders", self._check_earlier_orders)
+                if self._request.orders and nothing_works:
                     self._run_orders(step)
                 step("list", self._check_list)
+                # The last one: after a refused login the broker wants no call for a while.
+                step("token", self._renew_token)
         finally:
             if self._broker is not None:
                 self._broker.close()
@@ -152,6 +120,7 @@ class BrokerCheck:
     def _run_orders(self, step: Callable[[str, Callable[[], str]], bool]) -> None:
         try:
             if step("place and cancel", self._place_and_cancel):
+                step("price", self._try_price)
                 step("second session", self._check_second_session)
                 for lot in self._request.lots:
                     step(f"quantity: {lot.value}", lambda lot=lot: self._try_quantity(lot))  # type: ignore[misc]
@@ -172,14 +141,14 @@ class BrokerCheck:
             )
         return "the clock is synchronised"
 
-    def _log_in(self) -> str:
-        broker = self._open(self._changes.append)
+    def _check_login(self) -> str:
         try:
-            broker.login(self._request.credentials, 2 * _CALL_TIMEOUT_S)
-        except BaseException:
-            broker.close()
-            raise
-        self._broker = broker
+            self._log_in()
+        except LoginRejected as error:
+            raise StepFailed(
+                f"{error.code}: {error.detail}. Look at the keys, their rights, and the addresses "
+                "from which the broker takes them"
+            ) from None
         version = self._probe.version if self._is_shioaji else ""
         self._evidence = {"sdk_version": version} if version else {}
         return f"logged in{f' with Shioaji {version}' if version else ''}"
@@ -196,7 +165,7 @@ class BrokerCheck:
     def _check_connections(self) -> str:
         if not self._is_shioaji:
             raise StepSkipped("this broker does not show its connections")
-        connections = self._probe.connections(_CALL_TIMEOUT_S)
+        connections = self._probe.connections(CALL_TIMEOUT_S)
         self._evidence = {"connections": connections}
         if connections >= _MAX_CONNECTIONS:
             raise StepWarned(
@@ -225,7 +194,7 @@ class BrokerCheck:
         return f"{self._request.symbol} is {contract}"
 
     def _check_ping(self) -> str:
-        self._session.ping(_CALL_TIMEOUT_S)
+        self._session.ping(CALL_TIMEOUT_S)
         if self._is_shioaji:
             state, reasons = self._probe.cache_health()
             self._evidence = {"cache": state, "reasons": reasons}
@@ -233,8 +202,44 @@ class BrokerCheck:
                 raise StepWarned(f"the SDK's list of orders may have gaps: {', '.join(reasons)}")
         return "the session answers"
 
+    def _check_positions(self) -> str:
+        """Reads positions and balance, for which the keys need rights of their own."""
+        positions = self._session.positions(CALL_TIMEOUT_S)
+        balance = self._session.balance(CALL_TIMEOUT_S)
+        self._evidence = {"positions": len(positions), "currency": balance.currency}
+        return f"{len(positions)} positions, and a balance in {balance.currency}, can be read"
+
+    def _check_earlier_orders(self) -> str:
+        """Cancels the orders of a check that was ended before it could do so itself."""
+        listed = self._session.orders(CALL_TIMEOUT_S).orders
+        remaining = [o for o in listed if is_of_a_check(o) and o.state not in FINAL_ORDER_STATES]
+        if not remaining:
+            lists = self._record.lists
+            simulation = self._request.simulation
+            if not (lists.all_sessions_in_simulation if simulation else lists.all_sessions):
+                raise StepSkipped(
+                    "a session lists its own orders only here: if an earlier check was ended, look "
+                    "at the broker for its orders"
+                )
+            return "no order of an earlier check works any more"
+        names = ", ".join(named(remaining))
+        self._evidence = {"found": len(remaining), "left_working": len(remaining)}
+        if not self._request.orders:
+            raise StepFailed(
+                f"an order of an earlier check still works: {names}. Check again with --orders, "
+                "which cancels it, or cancel it by hand"
+            )
+        self._sent |= {order.tag: order.broker_order_id for order in remaining}
+        working, _ = self._end_orders()
+        self._evidence["left_working"] = len(working)
+        if working:
+            raise StepFailed(f"may still work, cancel by hand: {', '.join(named(working))}")
+        raise StepWarned(
+            f"an earlier check was ended between an order and its cancel; cancelled now: {names}"
+        )
+
     def _check_list(self) -> str:
-        listing = self._session.orders(_CALL_TIMEOUT_S)
+        listing = self._session.orders(CALL_TIMEOUT_S)
         self._evidence = {
             "orders": len(listing.orders),
             "absence_certain": listing.behind is not None,
@@ -245,6 +250,50 @@ class BrokerCheck:
             )
         return f"{len(listing.orders)} orders of today"
 
+    def _renew_token(self) -> str:
+        """Logs in again with a new token while the former session lives, then ends that one, as a
+        worker does whose token was refused."""
+        before = self._count_connections()
+        former = self._session
+        self._log_in(renews_token=True)
+        former_lives = True
+        try:
+            former.ping(CALL_TIMEOUT_S)
+        except SessionDown:
+            former_lives = False
+        finally:
+            former.close()
+        self._session.ping(CALL_TIMEOUT_S)
+        self._evidence = {"former_session_lives": former_lives}
+        if before is None:
+            return "logged in again; the new session answers"
+        after = self._await_connections(before)
+        self._evidence |= {"connections_before": before, "connections_after": after}
+        problems = []
+        if after > before:
+            problems.append(
+                f"{after} connections are counted after it, {before} before: the session that was "
+                "ended still counts, and the next logins get 451"
+            )
+        if not former_lives:
+            problems.append("a new token ends the sessions that have the former one")
+        if problems:
+            raise StepWarned(f"logged in again; {'; '.join(problems)}")
+        return f"logged in again with a new token; {after} connections, as before"
+
+    def _count_connections(self) -> int | None:
+        """Returns the person's connections; None for a broker that does not show them."""
+        return self._probe.connections(CALL_TIMEOUT_S) if self._is_shioaji else None
+
+    def _await_connections(self, expected: int) -> int:
+        """Returns the connections as soon as there are no more than expected, or at last."""
+        until = time.monotonic() + self._request.patience_s
+        while True:
+            connections = self._probe.connections(CALL_TIMEOUT_S)
+            if connections <= expected or time.monotonic() >= until:
+                return connections
+            time.sleep(POLL_INTERVAL_S)
+
     # --- with orders ------------------------------------------------------------------------------
 
     def _place_and_cancel(self) -> str:
@@ -253,12 +302,13 @@ class BrokerCheck:
             self._await(placed, lambda order: order.state is OrderState.SUBMITTED, "be accepted")
             accepted = time.monotonic() - began
             began = time.monotonic()
-            self._session.cancel(placed.broker_order_id, _CALL_TIMEOUT_S)
+            self._session.cancel(placed.broker_order_id, CALL_TIMEOUT_S)
             self._await(placed, lambda order: order.state is OrderState.CANCELLED, "be cancelled")
             self._evidence |= {
                 "accepted_after_s": round(accepted, 2),
                 "cancelled_after_s": round(time.monotonic() - began, 2),
                 "events": self._events_of(placed),
+                "raw_events": [event.shown for event in self._raw_events_of(placed)],
             }
             if not self._evidence["events"]:
                 raise StepWarned(
@@ -266,11 +316,49 @@ class BrokerCheck:
                 )
         return f"cancelled {self._evidence['cancelled_after_s']} s after the request"
 
+    def _try_price(self) -> str:
+        """Changes the price of a resting order by one step."""
+        with self._order(1, OrderLot.COMMON) as placed:
+            resting = self._await(
+                placed, lambda order: order.state is OrderState.SUBMITTED, "be accepted"
+            )
+            if resting.price is None:
+                raise StepFailed("the list shows no price of a limit order")
+            price = self._next_price(resting.price)
+            before = self._shown(placed)
+            began = time.monotonic()
+            self._session.replace(placed.broker_order_id, None, price, CALL_TIMEOUT_S)
+            changed = self._await(
+                placed,
+                lambda order: order.price == price or order.state in FINAL_ORDER_STATES,
+                "change its price",
+            )
+            self._evidence = {"from": str(resting.price), "to": str(price)}
+            self._evidence |= {"changed_after_s": round(time.monotonic() - began, 2)}
+            self._evidence |= {"before": before, "after": self._shown(placed)}
+            if (changed.state, changed.quantity) != (OrderState.SUBMITTED, resting.quantity):
+                raise StepFailed(
+                    f"after the change of its price to {price}, the order of {resting.quantity} is "
+                    f"{changed.state.value} with {changed.quantity} at {changed.price}"
+                )
+            is_told = self._await_change(placed, lambda order: order.price == price)
+            self._evidence |= {"events": self._events_of(placed)}
+            self._evidence |= {"raw_events": [e.shown for e in self._raw_events_of(placed)]}
+            if not is_told:
+                raise StepWarned(
+                    f"changed from {resting.price} to {price}, but no event came: other prices are "
+                    "seen in lists only"
+                )
+        return (
+            f"changed from {resting.price} to {price}, seen "
+            f"{self._evidence['changed_after_s']} s after the request"
+        )
+
     def _check_second_session(self) -> str:
         other = self._open(lambda change: None)
         try:
-            other.login(self._request.credentials, 2 * _CALL_TIMEOUT_S)
-            listed = {order.broker_order_id for order in other.orders(_CALL_TIMEOUT_S).orders}
+            other.login(self._request.credentials, 2 * CALL_TIMEOUT_S)
+            listed = {order.broker_order_id for order in other.orders(CALL_TIMEOUT_S).orders}
         finally:
             other.close()
         seen = bool(listed & set(self._sent.values()))
@@ -293,8 +381,8 @@ class BrokerCheck:
             raise StepSkipped(_WITHOUT_QUANTITY_STEP[record.quantity_change])
         with self._order(_ORDERED_QUANTITY, lot) as placed:
             self._await(placed, lambda order: order.state is OrderState.SUBMITTED, "be accepted")
-            before = self._probe.show(placed.broker_order_id, _CALL_TIMEOUT_S)
-            self._probe.send_quantity(placed.broker_order_id, _SENT_QUANTITY, _CALL_TIMEOUT_S)
+            before = self._probe.show(placed.broker_order_id, CALL_TIMEOUT_S)
+            self._probe.send_quantity(placed.broker_order_id, _SENT_QUANTITY, CALL_TIMEOUT_S)
             changed = self._await(
                 placed,
                 lambda order: (
@@ -302,7 +390,7 @@ class BrokerCheck:
                 ),
                 "change",
             )
-            after = self._probe.show(placed.broker_order_id, _CALL_TIMEOUT_S)
+            after = self._probe.show(placed.broker_order_id, CALL_TIMEOUT_S)
             meanings = {
                 _ORDERED_QUANTITY - _SENT_QUANTITY: QuantityMeaning.REDUCE_BY,
                 _SENT_QUANTITY: QuantityMeaning.NEW_TOTAL,
@@ -353,7 +441,7 @@ class BrokerCheck:
                     "it bought is yours"
                 )
             before = self._shown(placed)
-            self._session.cancel(placed.broker_order_id, _CALL_TIMEOUT_S)
+            self._session.cancel(placed.broker_order_id, CALL_TIMEOUT_S)
             ended = self._await(
                 placed, lambda order: order.state in FINAL_ORDER_STATES, "be cancelled"
             )
@@ -363,6 +451,10 @@ class BrokerCheck:
             self._evidence |= {"state": ended.state.value, "quantity": ended.quantity}
             self._evidence |= {"before": before, "after": self._shown(placed)}
             self._evidence["events"] = self._events_of(placed)
+            raw = self._raw_events_of(placed)
+            self._evidence["raw_events"] = [event.shown for event in raw]
+            # Whether the first event of the order itself came after one of its deals.
+            self._evidence["deal_came_first"] = bool(raw and raw[0].is_deal)
             if ended.state is OrderState.FILLED and filled == ordered:
                 raise StepWarned("the rest was filled before its cancel; nothing is learned")
             if (
@@ -379,11 +471,10 @@ class BrokerCheck:
                     f"{told} of {len(ended.fills)} fills came by events; the others are seen "
                     "in lists only"
                 )
-        return f"{filled} of {ordered} were filled and are yours, the rest is cancelled"
-
-    def _shown(self, placed: BrokerOrder) -> dict[str, Any]:
-        """Returns the SDK's own fields of an order; empty for a broker without an SDK."""
-        return self._probe.show(placed.broker_order_id, _CALL_TIMEOUT_S) if self._is_shioaji else {}
+        order = "before" if self._evidence["deal_came_first"] else "after"
+        return f"{filled} of {ordered} were filled and are yours, the rest is cancelled" + (
+            f"; deals were reported {order} their order" if raw else ""
+        )
 
     def _check_nothing_left(self) -> str:
         """Cancels what still works of our orders, and says what could not be.
@@ -392,162 +483,11 @@ class BrokerCheck:
         """
         if not self._sent:
             raise StepSkipped("no order was placed")
-        asked: set[str] = set()
-        until = time.monotonic() + self._request.patience_s
-        while True:
-            working = [
-                order for order in self._list_of_ours() if order.state not in FINAL_ORDER_STATES
-            ]
-            missing = [tag for tag, broker_order_id in self._sent.items() if not broker_order_id]
-            if not working and not missing:
-                return f"none of {len(self._sent)} orders works any more"
-            for order in working:
-                if order.broker_order_id not in asked:
-                    asked.add(order.broker_order_id)
-                    # It may have ended meanwhile; whether it has, the next look shows.
-                    with suppress(BerthError):
-                        self._session.cancel(order.broker_order_id, _CALL_TIMEOUT_S)
-            if time.monotonic() >= until:
-                break
-            time.sleep(_POLL_INTERVAL_S)
-        ids = [f"{order.broker_order_id} (tag {order.tag})" for order in working]
+        working, missing = self._end_orders()
+        if not working and not missing:
+            return f"none of {len(self._sent)} orders works any more"
         tags = [f"an order with the tag {tag}, which the broker does not list" for tag in missing]
-        raise StepFailed(f"may still work, cancel by hand: {', '.join(ids + tags)}")
-
-    def _list_of_ours(self) -> list[BrokerOrder]:
-        """Returns our orders as the broker lists them, and notes the numbers that were not known.
-
-        Logs in again, once, if the session has ended. Raises `StepFailed`, which names the orders,
-        if the broker does not answer.
-        """
-        try:
-            try:
-                listed = self._session.orders(_CALL_TIMEOUT_S).orders
-            except (SessionDown, BrokerUnreachable):
-                if self._has_reopened:
-                    raise
-                self._has_reopened = True
-                self._session.close()
-                self._log_in()
-                listed = self._session.orders(_CALL_TIMEOUT_S).orders
-        except BerthError as error:
-            raise StepFailed(
-                f"{error.code}: {error.detail}. Look at the broker for orders with the tags "
-                f"{', '.join(self._sent)}: they may still work"
-            ) from None
-        ours = [
-            order
-            for order in listed
-            if order.broker_order_id in self._sent.values() or order.tag in self._sent
-        ]
-        for order in ours:
-            if order.tag in self._sent:
-                self._sent[order.tag] = order.broker_order_id
-        return ours
-
-    # --- inside -----------------------------------------------------------------------------------
-
-    @property
-    def _session(self) -> Broker:
-        if self._broker is None:
-            raise StepFailed("not logged in")
-        return self._broker
-
-    @property
-    def _is_shioaji(self) -> bool:
-        return isinstance(self._broker, ShioajiBroker)
-
-    @property
-    def _probe(self) -> ShioajiProbe:
-        broker = self._session
-        if not isinstance(broker, ShioajiBroker):
-            raise StepSkipped("for Shioaji only")
-        return ShioajiProbe(broker)
-
-    @contextmanager
-    def _order(
-        self, quantity: int, lot: OrderLot, price: Decimal | None = None
-    ) -> Iterator[BrokerOrder]:
-        """Places an order far from the market, or at a price,
-        and cancels it at the end if it still works."""
-        is_partial = price is not None
-        price = self._request.price if price is None else price
-        if price is None and self._is_shioaji:
-            price = self._probe.limit_down(self._request.symbol)
-        if price is None:
-            raise StepFailed("no price far from the market is known: give one with --price")
-        if not is_partial:
-            self._check_far_below(price)
-        tag = f"ck{secrets.token_hex(2)}"
-        order = PlaceOrder(
-            request_id=tag,
-            order_id=tag,
-            user_id="check",
-            account_id=self._request.account,
-            symbol=self._request.symbol,
-            side=Side.BUY,
-            quantity=quantity,
-            price_type=PriceType.LIMIT,
-            price=price,
-            time_in_force=TimeInForce.ROD,
-            tag=tag,
-            lot=lot,
-            reply_to="",
-            generation="",
-        )
-        session = self._session
-        self._sent[tag] = ""  # before it is sent: no answer may come
-        try:
-            placed = session.place(order, _CALL_TIMEOUT_S)
-        except OutcomeUnknown:
-            raise
-        except BerthError:
-            del self._sent[tag]  # nothing was sent, or the broker refused it
-            raise
-        self._sent[tag] = placed.broker_order_id
-        try:
-            yield placed
-        finally:
-            with suppress(BerthError):  # it has ended; the last step says so if it has not
-                self._session.cancel(placed.broker_order_id, _CALL_TIMEOUT_S)
-
-    def _check_far_below(self, price: Decimal) -> None:
-        """Raises `StepFailed` if an order to buy at this price might be filled."""
-        reference = self._session.reference_price(self._request.symbol)
-        if reference is not None and price >= reference * _HIGHEST_SAFE_SHARE:
-            raise StepFailed(
-                f"{price} is too near to the reference price {reference}: an order to buy might be "
-                f"filled. Give a --price below {reference * _HIGHEST_SAFE_SHARE}, or none"
-            )
-
-    def _await(
-        self, placed: BrokerOrder, enough: Callable[[BrokerOrder], bool], goal: str
-    ) -> BrokerOrder:
-        """Returns the order as the broker's list shows it, as soon as that is enough. Raises
-        `StepFailed` if it never is."""
-        until = time.monotonic() + self._request.patience_s
-        while True:
-            listed = self._session.orders(_CALL_TIMEOUT_S).orders
-            order = next((o for o in listed if o.broker_order_id == placed.broker_order_id), None)
-            if order is not None and enough(order):
-                return order
-            if time.monotonic() >= until:
-                state = "is not listed" if order is None else f"is {order.state.value}"
-                raise StepFailed(
-                    f"the order did not {goal} in {self._request.patience_s:.0f} s: it {state}"
-                )
-            time.sleep(min(_POLL_INTERVAL_S, max(0.01, until - time.monotonic())))
-
-    def _events_of(self, placed: BrokerOrder) -> list[dict[str, Any]]:
-        return [
-            {
-                "state": change.order.state.value,
-                "quantity": change.order.quantity,
-                "fill": bool(change.fill),
-            }
-            for change in list(self._changes)
-            if change.order.broker_order_id == placed.broker_order_id
-        ]
+        raise StepFailed(f"may still work, cancel by hand: {', '.join(named(working) + tags)}")
 
 
 def main() -> int:

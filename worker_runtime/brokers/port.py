@@ -35,6 +35,7 @@ __all__ = [
     "Fill",
     "Instrument",
     "InstrumentKind",
+    "KeepsToken",
     "Listing",
     "ListsInstruments",
     "OnOrderChanged",
@@ -202,6 +203,15 @@ class UsesCertificate(Protocol):
 
 
 @runtime_checkable
+class KeepsToken(Protocol):
+    """A broker whose next login may reuse the token of an earlier one of the same connection."""
+
+    def forget_token(self) -> None:
+        """Has the next login of this connection ask for a new token, since the session's life ends
+        (`[session]` in the record). This session stays as it is. No I/O; never raises."""
+
+
+@runtime_checkable
 class ListsInstruments(Protocol):
     """A broker that tells which instruments can be traded, and how. Without it the broker's record
     says what symbols mean."""
@@ -222,7 +232,8 @@ class ListsInstruments(Protocol):
 
 
 class AdapterFactory(Protocol):
-    """What a record's `adapter` names. Called in a session process, in any thread; no I/O."""
+    """Makes a broker session. A record's `adapter` names it. Called in a session process, in any
+    thread; does no I/O."""
 
     def __call__(
         self,

@@ -108,8 +108,10 @@ class JobChild:
 
     #: The type whose jobs it runs several of at once; '' if it runs one job at a time.
     shared_by = ""
-    #: Why it was never forked; '' if it was.
+    #: Why it was never forked, or has got no job; '' if it was, and has.
     not_forked = ""
+    #: The kernel has killed it, or what it has started, at its limit of memory.
+    out_of_memory = False
 
     def __init__(self, pid: int, link: socket.socket, capture: OutputCapture, uses: int) -> None:
         self.pid = pid
@@ -121,7 +123,7 @@ class JobChild:
         """Asks for the end of one run: by a signal, unless other jobs run in this child."""
         if self.shared_by:
             with contextlib.suppress(OSError):
-                self.link.send(encode_message(CancelRun(fence=fence)))
+                self.send(encode_message(CancelRun(fence=fence)))
         else:
             self.kill(signal.SIGTERM)
 
@@ -129,11 +131,15 @@ class JobChild:
         """Sends a job. False if the child is gone, or does not read: it takes no other job."""
         self.uses -= 1
         try:
-            self.link.send(packet)
+            self.send(packet)
         except OSError:
             self.uses = 0
             return False
         return True
+
+    def send(self, packet: bytes) -> None:
+        """Raises `OSError`."""
+        self.link.send(packet)
 
     def receive(self) -> bytes | None:
         """Returns one packet; b"" when the child has closed its end, None when nothing has
@@ -195,8 +201,11 @@ class ChildPool:
         return math.inf
 
     def exceeds_memory(self, run: "JobRun") -> bool:
-        """Returns True if a run's child has more memory than it may, where the kernel does not
-        limit it."""
+        """Returns True if a run's child has more memory than it may."""
+        return False
+
+    def ran_out_of_memory(self, child: JobChild) -> bool:
+        """Returns True if the kernel has killed what a child has started, at its limit."""
         return False
 
     def take(self, job: Job) -> JobChild:

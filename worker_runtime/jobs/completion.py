@@ -75,23 +75,29 @@ class RunJudge:
         return RunEnd(claimed, job, result, delay)
 
     def died(
-        self, claimed: ClaimedJob, job: Job, why: str, how: str, output: str, started_ms: int
+        self,
+        claimed: ClaimedJob,
+        job: Job,
+        kill_reason: str,
+        crash_detail: str,
+        output: str,
+        started_ms: int,
     ) -> RunEnd:
-        """Judges a child that ended without a report: it crashed, or was killed.
-
-        `why`: the run's `kill_reason`, empty for a crash.
-        """
+        """Judges a child that ended without a report: the runner killed it for `kill_reason`, or it
+        crashed (then `kill_reason` is empty, and `crash_detail` says how)."""
         error: BerthError = (
-            JobTimeout(f"killed after {job.timeout:g} s") if why else JobCrashed(how)
+            JobTimeout(f"killed after {job.timeout:g} s")
+            if kill_reason
+            else JobCrashed(crash_detail)
         )
         status, delay, may_run_again = JobStatus.FAILED, 0.0, job.idempotent
-        if why == "cancelled":
+        if kill_reason == "cancelled":
             status, error = JobStatus.CANCELLED, JobCancelled("killed because it was cancelled")
             may_run_again = False
-        elif why == "memory":  # a retry would need as much memory
+        elif kill_reason == "memory":  # a retry would need as much memory
             error = JobMemoryExceeded("killed: it took more memory than its type may have")
             may_run_again = False
-        elif why == "process_memory":  # perhaps another job of the process has taken it
+        elif kill_reason == "process_memory":  # perhaps another job of the process has taken it
             error = JobMemoryExceeded("killed: its process took more memory than its jobs may have")
         elif not job.idempotent:
             error = JobOutcomeUnknown(f"{error.detail}; it must not run twice")

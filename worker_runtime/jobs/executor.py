@@ -36,7 +36,7 @@ _MAX_SENDS = 2
 
 
 class JobExecutor:
-    """All jobs that one runner holds, from the claim to the end of each run."""
+    """Holds all jobs of one runner, from the claim to the end of each run."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class JobExecutor:
     # --- what the runner may claim ----------------------------------------------------------------
 
     def free_slots(self) -> int:
-        """The number of jobs that could be claimed and started now."""
+        """Returns the number of jobs that could be claimed and started now."""
         if self.prefetched or not self._may_start():
             return 0
         return self._config.slots - len(self._runs)
@@ -89,7 +89,7 @@ class JobExecutor:
         return MAX_PREFETCHED_JOBS - len(self.prefetched)
 
     def receivers(self) -> Counter[str]:
-        """The receivers of all jobs that the runner holds, and how many each has."""
+        """Returns how many of the jobs that the runner holds go to each receiver."""
         jobs = [*(run.job for run in self._runs), *self.prefetched.jobs()]
         return Counter(job.receiver for job in jobs if job.receiver)
 
@@ -213,13 +213,16 @@ class JobExecutor:
 
     def _kill_for_memory(self, child: JobChild) -> None:
         runs = self._runs.runs_in(child)
-        reason = "memory" if len(runs) == 1 else "process_memory"  # whose it is, nobody knows
         for run in runs:
-            self._log.warning("job_exceeds_memory", job=run.claimed.job_id, type=run.job.name)
-            self._runs.kill_now(run, reason)
+            self._runs.kill_now(run, self._memory_reason(runs, run))
+
+    def _memory_reason(self, runs: list[JobRun], run: JobRun) -> str:
+        self._log.warning("job_exceeds_memory", job=run.claimed.job_id, type=run.job.name)
+        # With several jobs in the process, nobody knows which of them takes the memory.
+        return "memory" if len(runs) == 1 else "process_memory"
 
     def seconds_until_due(self) -> float:
-        """Seconds until `run_due` has something to do."""
+        """Returns the seconds until `run_due` has something to do."""
         due = self.pool.seconds_until_due()
         if self.pool.watches_memory and self._runs:
             due = min(due, self._next_memory_check - time.monotonic())
@@ -280,8 +283,8 @@ class JobExecutor:
                 self._judge().died(
                     run.claimed,
                     run.job,
-                    why="",
-                    how="it was lost",
+                    kill_reason="",
+                    crash_detail="it was lost",
                     output="",
                     started_ms=run.started_ms,
                 )
@@ -326,6 +329,9 @@ class JobExecutor:
 
     def _end_run(self, run: JobRun, outcome: RunOutcome) -> None:
         child = run.child
+        if not run.kill_reason and self.pool.ran_out_of_memory(child):
+            self._kill_for_memory(child)  # a process that it had started was killed first
+            return
         if run.kill_reason and outcome.failure is not None:
             if child.shared_by:  # the child continues with its other jobs
                 self._runs.remove(run)
@@ -365,7 +371,8 @@ class JobExecutor:
         output = child.capture.text()
         if child.not_forked:
             self._fork_failed(NotForked(child.not_forked))
-        for run in self._runs.runs_in(child):
+        runs = self._runs.runs_in(child)
+        for run in runs:
             self._runs.remove(run)
             if child.not_forked:
                 self._refuse(run.claimed, run.job, NotForked(child.not_forked))
@@ -375,6 +382,8 @@ class JobExecutor:
                 if status < 0
                 else f"its process exited {status}"
             )
+            if child.out_of_memory and not run.kill_reason:
+                run.kill_reason = self._memory_reason(runs, run)
             self._add_death(run, how, output)
         self.pool.forget(child)
 
@@ -383,8 +392,8 @@ class JobExecutor:
         end = self._judge().died(
             run.claimed,
             run.job,
-            why=run.kill_reason,
-            how=how,
+            kill_reason=run.kill_reason,
+            crash_detail=how,
             output=output,
             started_ms=run.started_ms,
         )

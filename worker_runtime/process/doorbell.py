@@ -1,9 +1,9 @@
-"""What wakes a process that waits: doorbells, which are lists in Valkey, and a pipe for signals and
-threads.
+"""Wakes a process that waits: by doorbells, which are lists in Valkey, and by a pipe for signals
+and threads.
 
 For a doorbell, BLPOP is sent on a connection of its own, and its reply is read when the selector
-says so. The server answers when its time is over, at the latest, so a connection that is silent for
-longer is dead.
+says so. The server answers at the latest when the timeout of BLPOP is over, so a connection that is
+silent for longer is dead.
 """
 
 import contextlib

@@ -93,7 +93,7 @@ class SharedStateOverflow(errors.BerthError, code="BOARD_OVERFLOW"):
 
 
 class WorkerActivity(IntEnum):
-    """What the worker is doing, as the metadata shows it."""
+    """Says what the worker is doing. The metadata shows it."""
 
     PoolIdle = 0
     Claimed = 1

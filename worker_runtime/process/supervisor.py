@@ -118,7 +118,7 @@ class PulseWatch:
 
 
 class Supervisor:
-    """One supervisor process, from the fork to its exit code."""
+    """Runs one supervisor process, from the fork to its exit code."""
 
     def __init__(self, config: WorkerConfig, shared_state: SharedState, log: Log) -> None:
         self._config = config

@@ -305,6 +305,16 @@ class ListCoverage(RecordPart, frozen=True, kw_only=True):
     positions_agree: bool = False
 
 
+class AddressLimits(RecordPart, frozen=True, kw_only=True):
+    """The broker's limits of all calls from one outgoing address, whoever makes them. None: not
+    limited, or not published."""
+
+    connections: Count | None = None
+    logins_per_day: Count | None = None
+    orders_per_10s: Count | None = None
+    queries_per_5s: Count | None = None
+
+
 class CallLimits(RecordPart, frozen=True, kw_only=True):
     """The broker's limits."""
 
@@ -318,6 +328,8 @@ class CallLimits(RecordPart, frozen=True, kw_only=True):
     #: Seconds of a pause that the broker asks for, at least: where its answer asks for less, this
     #: counts. Nobody logs in during a pause.
     cool_down_s: Seconds = 0.0
+    #: Limits of an outgoing address; each user behind it has a share of them.
+    address: AddressLimits | None = None
 
     @property
     def day_begins_ms(self) -> int:
@@ -332,6 +344,32 @@ class CallLimits(RecordPart, frozen=True, kw_only=True):
             orders_per_10s=self.orders_per_10s,
             queries_per_5s=self.queries_per_5s,
         )
+
+    def address_persons(self) -> dict[str, float]:
+        """Return how many persons' calls the broker takes from an address, by the kind of call, as
+        `SealedAccount.address_shares` names them; without the kinds that it does not limit."""
+        if self.address is None:
+            return {}
+        numbers = {
+            "connections": (self.address.connections, self.connections),
+            "logins": (self.address.logins_per_day, self.logins_per_day),
+            "orders": (self.address.orders_per_10s, self.orders_per_10s),
+            "queries": (self.address.queries_per_5s, self.queries_per_5s),
+        }
+        return {
+            kind: of_address / of_person
+            for kind, (of_address, of_person) in numbers.items()
+            if of_address is not None
+        }
+
+
+class SessionLife(RecordPart, frozen=True, kw_only=True):
+    """When the broker ends a session by itself. None: it does not, or nobody knows when."""
+
+    #: Seconds from the login on. The worker logs in anew before, in a quiet moment.
+    life_s: Annotated[float, msgspec.Meta(ge=10)] | None = None
+    #: A time of day, UTC, at which the broker ends all sessions. The worker logs in anew after it.
+    ends_at: time | None = None
 
 
 class CredentialField(RecordPart, frozen=True, kw_only=True):
@@ -386,6 +424,7 @@ class BrokerRecord(RecordPart, frozen=True, kw_only=True):
     markets: dict[Name, MarketRule]
     lists: ListCoverage
     limits: CallLimits
+    session: SessionLife = SessionLife()
     credentials: dict[str, CredentialField]
     #: How the API tries credentials without a login: `line` (see `credential_check.py`), or '' for
     #: not.
@@ -501,7 +540,10 @@ def _check(record: BrokerRecord) -> None:
             " what is cut off would make different orders look the same"
         )
     _require_local("limits.day_begins", record.limits.day_begins)
+    if record.session.ends_at is not None:
+        _require_local("session.ends_at", record.session.ends_at)
     for place, seconds in (
+        ("session.life_s", record.session.life_s or 0.0),
         ("lists.lag_s", record.lists.lag_s),
         ("limits.cool_down_s", record.limits.cool_down_s),
     ):

@@ -20,6 +20,11 @@ def memory_prefix(main_pid: int) -> str:
     return f"berth-sj-{main_pid}-"
 
 
+#: How many persons' calls an address may make where neither the broker's record nor an operator
+#: says it: most brokers publish no limit for an address.
+DEFAULT_EGRESS_PERSONS = 10
+
+
 class BrokerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """A broker's limits for one person id. Its record has the numbers; the defaults are for others.
 
@@ -46,8 +51,8 @@ class Allowance(msgspec.Struct, frozen=True, kw_only=True):
     #: 0.1.0, and for those that an orchestrator of 0.1.0 claims:
     #: `SealedAccount.address_budgets` comes first.
     egress: tuple[str, ...] = ()
-    #: How many persons' calls an address may make: no broker publishes its limit for an address.
-    egress_persons: int = 10
+    #: How many persons' calls such an address may make.
+    egress_persons: int = DEFAULT_EGRESS_PERSONS
     #: The limits of the paper exchange, for workers of 0.1.0.
     paper: BrokerLimits = BrokerLimits()
     #: Limits by broker, where they differ from those of its record.

@@ -192,6 +192,9 @@ class SealedAccount(msgspec.Struct, frozen=True, kw_only=True):
     address_budgets: Annotated[list[bounds.Id], msgspec.Meta(max_length=8)] = []
     #: The size of that share, in permille of what one person may do.
     address_share: bounds.Counter = 1000
+    #: The same by kind of call (`connections`, `logins`, `orders`, `queries`), where it is another
+    #: one: the broker's record has limits of an address.
+    address_shares: Annotated[dict[str, bounds.Counter], msgspec.Meta(max_length=8)] = {}
     sealed: bytes
     #: Whether orders wait after each login until `BooksCompared` came.
     books_first: bool = False

@@ -5,8 +5,9 @@
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
@@ -23,6 +24,12 @@ from worker_runtime.protocol.sealing import open_message_keys, unseal
 MAX_DETAIL_LENGTH = 500
 #: Longest pause, in seconds, between two logins of an account if the broker asks again each time.
 MAX_PAUSE_S = 960.0
+#: A session whose life is limited is renewed within this part of its life before the end, and
+#: within these seconds at most: in the first half of them in a quiet moment only.
+_RENEWAL_PART, _MAX_RENEWAL_S = 0.25, 1800.0
+#: Seconds without a request that make a moment quiet, or this part of the time for the renewal.
+_QUIET_S, _QUIET_PART = 60.0, 0.25
+_DAY_S = 86_400.0
 #: Login errors that are no fault of this process: it tries again, however long that takes.
 _BROKER_AWAY = (errors.BrokerUnreachable, errors.LoginLimited, errors.LeaseLost, errors.Fenced)
 
@@ -43,6 +50,9 @@ class OpenedAccount:
     books_first: bool = False
     address_budgets: Sequence[str] = ()
     address_share: int = 1000
+    address_shares: Mapping[str, int] = field(default_factory=dict)
+    #: Which of two connections its session has: a renewal logs in on the other one.
+    on_second_connection: bool = False
 
 
 class AccountSession:
@@ -105,6 +115,13 @@ class AccountSession:
         #: Tries to get room for a ping.
         self.ping_backoff = Backoff(0.5, 5.0)
         self._failing_since: float | None = None
+        #: CLOCK_MONOTONIC seconds at which the broker ends the session, as its record says; `inf`:
+        #: nobody knows.
+        self.ends_at = math.inf
+        #: CLOCK_MONOTONIC seconds from which on the session is renewed ahead of its end.
+        self.renewal_at = math.inf
+        #: Tries to renew the session ahead of its end.
+        self.renewal_backoff = Backoff(1.0, 60.0)
 
     @property
     def name(self) -> str:
@@ -126,6 +143,29 @@ class AccountSession:
         compared where that is awaited, or the login was refused for good."""
         listed = self.broker is not None and self.listed
         return self.refused is not None or (listed and not self.books_awaited)
+
+    @property
+    def has_outlived(self) -> bool:
+        """Returns True if the broker has ended the session by now, as its record says."""
+        return time.monotonic() >= self.ends_at
+
+    def renewal_due(self, quiet_s: float) -> bool:
+        """Returns True if the session should be renewed ahead of its end, `quiet_s` seconds after
+        the user's last request. Never while anything about it is open."""
+        now = time.monotonic()
+        if now < self.renewal_at or not self.renewal_backoff.due():
+            return False
+        if self.suspect or not self.ready or not self.positions_known:
+            return False
+        span = self.ends_at - self.renewal_at
+        return quiet_s >= min(_QUIET_S, span * _QUIET_PART) or self.ends_at - now <= span / 2
+
+    def seconds_until_renewal(self) -> float:
+        """Returns the seconds until a renewal may be due, or `inf`."""
+        if self.renewal_at == math.inf:
+            return math.inf
+        due = max(0.0, self.renewal_at - time.monotonic())
+        return max(due, self.renewal_backoff.seconds_until_due())
 
     def seconds_until_relisting(self) -> float:
         """Returns the seconds until orders or positions that could not be read are read again, or
@@ -211,6 +251,22 @@ class AccountSession:
         self.pauses = 0
         self.used_at = time.monotonic()
         self.login_backoff.reset()
+        self.ends_at, self.renewal_at = _life_of(self.account.key, self.used_at)
+        self.renewal_backoff.reset()
+
+    def opened_anew(self, account: OpenedAccount, broker: Broker) -> None:
+        """Notes that `broker` takes the place of a session that still lived."""
+        self.account = account
+        self.opened(broker)
+
+    def renewal_failed(self, error: errors.BerthError) -> None:
+        """Notes why the session could not be renewed. It is tried again before its end, unless the
+        broker refused the credentials."""
+        if isinstance(error, errors.LoginRejected):
+            self.refused = error
+            self.rejected = self.account.version, error
+            self.renewal_at = math.inf
+        self.renewal_backoff.failed(error.retry_after or 0.0)
 
     def failed(self, error: errors.BerthError) -> None:
         self.error = error
@@ -233,6 +289,28 @@ class AccountSession:
             )
         elif self._failing_since is None:
             self._failing_since = time.monotonic()
+
+
+def _life_of(key: ConnectionKey, opened_at: float) -> tuple[float, float]:
+    """Returns when a session that was opened at `opened_at` ends, and from when on it is renewed
+    ahead of that (CLOCK_MONOTONIC seconds; `inf`: never).
+
+    A time of day ends sessions however old they are, so nothing can be done ahead of it.
+    """
+    plugin = installed_brokers().get(key.broker)
+    if plugin is None:
+        return math.inf, math.inf
+    life = plugin.record.session
+    ends_at = renewal_at = math.inf
+    if life.life_s is not None:
+        ends_at = opened_at + life.life_s
+        renewal_at = ends_at - min(life.life_s * _RENEWAL_PART, _MAX_RENEWAL_S)
+    if life.ends_at is not None:
+        now = datetime.now(UTC)
+        end = datetime.combine(now.date(), life.ends_at, UTC)
+        left_s = (end - now).total_seconds() % _DAY_S or _DAY_S
+        ends_at = min(ends_at, opened_at + left_s)
+    return ends_at, renewal_at if renewal_at < ends_at else math.inf
 
 
 def apply_min_pause(key: ConnectionKey, error: errors.BerthError) -> None:
@@ -305,4 +383,5 @@ class CredentialOpener:
             sealed.books_first,
             sealed.address_budgets,
             sealed.address_share,
+            sealed.address_shares,
         )

@@ -8,9 +8,9 @@ take. Timeouts are seconds.
 import math
 import time
 from collections.abc import Collection, Iterable
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 
-from worker_runtime.brokers.port import Broker
+from worker_runtime.brokers.port import Broker, KeepsToken
 from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import Lease, SharedState, WorkerActivity
 from worker_runtime.protocol.errors import (
@@ -244,17 +244,57 @@ class BrokerSessions:
         )
 
     def drop_if_ended(self, *sessions: AccountSession) -> None:
-        """Drops sessions that have ended, as their adapters know.
+        """Drops sessions that have ended, as their adapters know, or as the broker's record says:
+        a session beyond its life is not tried with an order.
 
         All that ended together make one event.
         """
         ended = [
             session
             for session in sessions
-            if session.broker is not None and not session.broker.alive()
+            if session.broker is not None and (session.has_outlived or not session.broker.alive())
         ]
         for session in ended:
+            if session.has_outlived:
+                _forget_token(session.broker)
             self.drop(session, "the broker ended the session", tell=session is ended[-1])
+
+    def renew(self, session: AccountSession, timeout: float) -> None:
+        """Logs in anew while the session still lives, then closes it: its end is near.
+
+        The new session is opened next to the old one, on a second connection. If the person has
+        none that is free, the old session is closed first, but only once there is room for the
+        login. Raises the login's error: on a second connection the old session is kept. Call it
+        while no call of the account is under way.
+        """
+        old, account = session.broker, session.account
+        if old is None:
+            return
+        self.pauses.check(account)
+        second = replace(account, on_second_connection=not account.on_second_connection)
+        until = time.monotonic() + timeout
+        try:
+            limit = self._reserve(second, timeout, 0.0)
+        except LoginLimited:
+            self._renew_in_place(session, old, until - time.monotonic())
+        else:
+            _forget_token(old)
+            session.opened_anew(second, self._open_reserved(second, limit))
+            self._end(old, account)
+        self.log.info("broker_session_renewed", account=session.name)
+        self.lister.list_account(session, until - time.monotonic())
+
+    def _renew_in_place(self, session: AccountSession, old: Broker, timeout: float) -> None:
+        account = session.account
+        until = time.monotonic() + timeout
+        self.rate_limiter.spend(account, CallKind.LOGIN, self.lease.wait_limit_of_call(0.0))
+        limit = min(until - time.monotonic(), self.lease.usable())
+        if limit <= 0:
+            raise LeaseLost
+        _forget_token(old)
+        session.lost("its end is near")
+        self.attempts.close(old)
+        session.opened(self._open_reserved(account, limit))
 
     def ping(self, session: AccountSession, timeout: float) -> None:
         """Checks a session; closes it if it is dead. Raises `RateLimited` if no query may be made
@@ -337,7 +377,9 @@ class BrokerSessions:
         name = account.key.account_id
         old = self._account_sessions.get(name)
         if old is not None and old.account.version == account.version:
-            old.account = account  # it may be counted under other names now
+            # It may be counted under other names now.
+            second = old.account.on_second_connection
+            old.account = replace(account, on_second_connection=second)
             return
         if old is not None:
             old.attempt = None  # whatever comes of it is closed
@@ -359,7 +401,10 @@ class BrokerSessions:
         self.lister.list_account(new, until - time.monotonic())
 
     def _login(self, account: OpenedAccount, timeout: float, at_most: float = math.inf) -> Broker:
-        limit = min(self._reserve(account, timeout, timeout), at_most)
+        return self._open_reserved(account, min(self._reserve(account, timeout, timeout), at_most))
+
+    def _open_reserved(self, account: OpenedAccount, limit: float) -> Broker:
+        """Logs in with the room that was taken; gives the connection back if that fails."""
         try:
             with self.shared_state.busy(limit):
                 return self.attempts.open(account, limit)
@@ -422,3 +467,10 @@ class BrokerSessions:
     def _end(self, broker: Broker | None, account: OpenedAccount) -> None:
         self.attempts.close(broker)
         self.rate_limiter.release_connections([account])
+
+
+def _forget_token(broker: Broker | None) -> None:
+    """Has the connection's next login ask for a new token: one of the session that ends would end
+    with it."""
+    if isinstance(broker, KeepsToken):
+        broker.forget_token()

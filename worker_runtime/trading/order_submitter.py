@@ -165,13 +165,12 @@ def flush_and_check_switch(
 
 
 class UnknownOutcomes:
-    """Tracks orders of unknown outcome. Each blocks the orders that PostgreSQL accepted before it
-    learned of the unknown outcome.
+    """Tracks orders of unknown outcome, and refuses the queued orders that they block.
 
-    PostgreSQL refuses new orders in a symbol with an unknown order, but cannot refuse those that
-    were in the queue by then: the worker does, by the same rule and under the same code. It leaves
-    later orders alone, because only PostgreSQL knows when a listing or a person has settled the
-    unknown one.
+    PostgreSQL refuses new orders in a symbol with an unknown order, but orders that were in the
+    queue by then have passed that check. The worker refuses these, by the same rule and with the
+    same code. It refuses no order that PostgreSQL accepted after it had learned of the unknown
+    outcome: only PostgreSQL knows whether a listing or an operator has settled it since.
     """
 
     def __init__(self, tracker: OrderTracker) -> None:
@@ -238,23 +237,7 @@ class OrderSubmitter:
         if known is not None:  # submit-once: this session or a former one has taken it
             return known
         try:
-            if order.order_id in self.shared_state.submissions:
-                raise OutcomeUnknown("an earlier session process had begun to submit the order")
-            self._check_item(order, item)
-            broker = self._ensure_session(order, item)
-            check_terms(order, self.broker_calls.session(order.account_id).account.key)
-            self._check_books(order, item)
-            known = self.tracker.known_outcome(order.order_id)
-            if known is not None:  # the new session's list of orders has it
-                return known
-            # Checked after the list above, which may have settled some.
-            self.unknown_outcomes.check_order(order, item)
-            check_price_bounds(order, broker)
-            self._spend_budget(order, item)
-            outcome = self._submit(order, item, broker)
-            if outcome.state is OrderState.UNKNOWN:
-                self.unknown_outcomes.add(order)
-            return OrderResult(outcome)
+            return self._check_and_submit(order, item)
         except OrderPostponed:
             raise
         except BerthError as error:
@@ -273,6 +256,27 @@ class OrderSubmitter:
         elif isinstance(reason, DeadlineExceeded):
             state = OrderState.EXPIRED
         return self._record_outcome(order, state, reason)
+
+    def _check_and_submit(self, order: PlaceOrder, item: QueueItem) -> OrderResult:
+        """Submits the order after all checks, or returns the outcome that a new session's list of
+        orders has of it. Raises what forbids the order, or `OrderPostponed`."""
+        if order.order_id in self.shared_state.submissions:
+            raise OutcomeUnknown("an earlier session process had begun to submit the order")
+        self._check_item(order, item)
+        broker = self._ensure_session(order, item)
+        check_terms(order, self.broker_calls.session(order.account_id).account.key)
+        self._check_books(order, item)
+        known = self.tracker.known_outcome(order.order_id)
+        if known is not None:
+            return known
+        # After the list of orders was read, because it may have settled some unknown outcomes.
+        self.unknown_outcomes.check_order(order, item)
+        check_price_bounds(order, broker)
+        self._spend_budget(order, item)
+        outcome = self._submit(order, item, broker)
+        if outcome.state is OrderState.UNKNOWN:
+            self.unknown_outcomes.add(order)
+        return OrderResult(outcome)
 
     def record_leftover(self, order: PlaceOrder) -> OrderResult:
         """Records the outcome of an order that a former worker popped and left. It may have been
@@ -317,9 +321,11 @@ class OrderSubmitter:
         return before and accepted < item.server_since_ns + _MAX_CLOCK_SKEW_NS
 
     def _ensure_session(self, order: PlaceOrder, item: QueueItem) -> Broker:
-        """Returns a broker session for the order. Raises `OrderPostponed` if it is worth waiting
-        for one. If another account has a session, its orders would have to wait, too: then this
-        raises the error of the login."""
+        """Returns a broker session for the order.
+
+        Raises `OrderPostponed` if the order should wait for one. If another account of the user has
+        a session, its orders would wait behind this one, so this raises the login's error instead.
+        """
         try:
             return self.broker_calls.ensure_session(order.account_id, item)
         except BrokerMaintenance:

@@ -20,7 +20,7 @@ release 0.1.0 if that release claimed the user's previous worker.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
 from typing import NamedTuple, Self
 
@@ -116,11 +116,15 @@ class _BudgetOwner(NamedTuple):
     """Names whose calls are counted under one key."""
 
     name: str
-    #: How many persons' limits it may use.
+    #: How many persons' limits it may use, and of which kinds it may use others.
     persons: float = 1
+    persons_by_kind: Mapping[str, float] = {}
     #: Whether the calls are counted under an older key as well, which is asked first: then a
     #: missing count is not a lost one.
     counted_before: bool = False
+
+    def persons_for(self, kind: str) -> float:
+        return self.persons_by_kind.get(kind, self.persons)
 
 
 class _BudgetQuery(NamedTuple):
@@ -177,9 +181,9 @@ class SharedRateLimiter:
         self._calls += 1
         call = f"{self._holder}:{self._calls}"
         for owner in self._owners(account):
-            share, persons = self._allowance.share, owner.persons
+            share, limits = self._allowance.share, self._limits(account)
             windows = [
-                _BudgetWindow.of(each, cost * weight, self._limits(account), share, persons)
+                _BudgetWindow.of(each, cost * weight, limits, share, owner.persons_for(each))
                 for each, weight in _WINDOWS[kind].items()
             ]
             names = [
@@ -197,10 +201,13 @@ class SharedRateLimiter:
 
         Raises `LoginLimited`.
         """
-        words: list[Argument] = [self._connection(account), self._holder, _ms(CONNECTION_LEASE_S)]
-        words += [self._limits(account).connections, _ms(2 * self._mark_period)]
+        connections = self._limits(account).connections
         try:
-            for owner in self._person(account):
+            for owner in self._connection_owners(account):
+                words: list[Argument] = [self._connection(account), self._holder]
+                words += [_ms(CONNECTION_LEASE_S)]
+                words += [max(1, int(connections * owner.persons_for("connections")))]
+                words += [_ms(2 * self._mark_period)]
                 names = [
                     keys.budget(owner.name, name) for name in ("since", "connections", "holders")
                 ]
@@ -319,12 +326,24 @@ class SharedRateLimiter:
         owners = self._person(account)
         if account.address_budgets:
             # Only this user's calls are in it, and each was counted for its person before.
-            share = account.address_share / 1000
-            return owners + [
-                _BudgetOwner(name, share, counted_before=True) for name in account.address_budgets
-            ]
+            return owners + self._address(account)
         address = (f"{account.key.broker}-{name}" for name in self._allowance.egress)
         return owners + self._named(address, self._allowance.egress_persons)
+
+    @staticmethod
+    def _address(account: OpenedAccount) -> list[_BudgetOwner]:
+        """Returns the owners of the user's share of the address."""
+        shares = {kind: share / 1000 for kind, share in account.address_shares.items()}
+        return [
+            _BudgetOwner(name, account.address_share / 1000, shares, counted_before=True)
+            for name in account.address_budgets
+        ]
+
+    def _connection_owners(self, account: OpenedAccount) -> list[_BudgetOwner]:
+        """Returns the owners that the account's connection counts for: the address only where the
+        broker limits its connections."""
+        owners = self._person(account)
+        return owners + self._address(account) if _limits_connections(account) else owners
 
     def _person(self, account: OpenedAccount) -> list[_BudgetOwner]:
         return self._named(account.budgets)
@@ -356,16 +375,17 @@ class SharedRateLimiter:
 
     def _connection(self, account: OpenedAccount) -> str:
         """Returns the connection's name: the same for a user's successive workers, another one for
-        new credentials, which log in before the old session is closed."""
-        return f"{self._shared_state.user_id}/{account.key.account_id}/{account.version}"
+        new credentials and for a renewal, which log in before the old session is closed."""
+        second = "/second" if account.on_second_connection else ""
+        return f"{self._shared_state.user_id}/{account.key.account_id}/{account.version}{second}"
 
     def _renew_leases(self, accounts: Iterable[OpenedAccount], lease: float) -> None:
         by_owner: dict[str, list[str]] = {}
         for account in accounts:
-            for person in self._person(account):
-                by_owner.setdefault(person.name, []).append(self._connection(account))
-        for owner, connections in by_owner.items():
-            names = [keys.budget(owner, name) for name in ("connections", "holders")]
+            for owner in self._connection_owners(account):
+                by_owner.setdefault(owner.name, []).append(self._connection(account))
+        for owner_name, connections in by_owner.items():
+            names = [keys.budget(owner_name, name) for name in ("connections", "holders")]
             try:
                 self._client.run(RENEW_CONNECTIONS, names, [self._holder, _ms(lease), *connections])
             except ValkeyFailed as error:
@@ -374,6 +394,10 @@ class SharedRateLimiter:
                     time.monotonic() - CONNECTION_RENEW_INTERVAL_S + _RENEW_RETRY_INTERVAL_S
                 )
                 return
+
+
+def _limits_connections(account: OpenedAccount) -> bool:
+    return "connections" in account.address_shares
 
 
 def _is_outage(failed: ValkeyFailed) -> bool:

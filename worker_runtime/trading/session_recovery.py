@@ -47,11 +47,12 @@ class SessionRecovery:
     away_limit: float = MAX_AWAY_S
 
     def run_due(self, period: float) -> None:
-        """Pings a session that was idle for `period` seconds, or rebuilds a dead one. Handles one
-        account a call, so that an order waits for one ping at most. Raises `WorkerExit` when there
-        is no hope."""
+        """Pings a session that was idle for `period` seconds, renews one whose life ends soon, or
+        rebuilds a dead one. Handles one account a call, so that an order waits for one of these at
+        most. Raises `WorkerExit` when there is no hope."""
         self.raise_if_hopeless()
         now = time.monotonic()
+        quiet_s = (wall_ms() - self.shared_state.last_activity_ms) / 1000
         self.broker_sessions.drop_if_ended(*self.broker_sessions.account_sessions())
         for session in self.broker_sessions.account_sessions():
             if session.broker is None:
@@ -62,6 +63,9 @@ class SessionRecovery:
                 ):
                     self._recover(session)
                     return
+            elif session.renewal_due(quiet_s):
+                self._renew(session)
+                return
             elif (
                 session.suspect or now - session.used_at >= period
             ) and session.ping_backoff.due():
@@ -87,7 +91,7 @@ class SessionRecovery:
                 waits.append(session.ping_backoff.seconds_until_due())
             else:
                 ping = max(session.ping_backoff.seconds_until_due(), session.used_at + period - now)
-                waits.append(min(session.seconds_until_relisting(), ping))
+                waits += [session.seconds_until_relisting(), ping, session.seconds_until_renewal()]
         return min(waits, default=None)
 
     def raise_if_hopeless(self) -> None:
@@ -128,6 +132,21 @@ class SessionRecovery:
             session.ping_backoff.failed(error.retry_after or 0.0)
         else:
             session.ping_backoff.reset()
+
+    def _renew(self, session: AccountSession) -> None:
+        """Renews a session ahead of its end. A failure is logged and tried again."""
+        self.shared_state.state = WorkerActivity.HealthCheck
+        try:
+            self.broker_sessions.renew(session, _REBUILD_TIMEOUT_S)
+        except BerthError as error:
+            self.log.warning("renewal_failed", code=error.code, account=session.name)
+            if session.broker is None:
+                session.failed(error)
+            else:
+                session.renewal_failed(error)
+        sessions = self.broker_sessions.account_sessions()
+        self.broker_sessions.health.update(sessions, session.name)
+        self.shared_state.state = self.broker_sessions.state()
 
     def _recover(self, session: AccountSession) -> None:
         """Rebuilds a session while nobody waits for it. A failure is logged and tried again."""

@@ -16,6 +16,7 @@ from infra.database.engine import (
     SingleRow,
     SingleStatement,
 )
+from infra.database.locks import seconds_from_now
 from infra.database.models import Order, OrderEventRow
 from infra.database.orders.checks import UNSETTLED_ORDERS, CheckedTerms, find_refusal
 from infra.database.trading.models import OrderDuplicate
@@ -280,6 +281,40 @@ async def _accept_alone(
         return await _repeat_or_refusal(session, new, bounds.duplicate_window_s)
 
 
+async def find_duplicate(
+    session: AsyncSession, new: NewOrder, window_s: float
+) -> DuplicateOrder | None:
+    """Returns what `accept_order` would refuse an order with as a duplicate now; None: it is none.
+    Writes nothing."""
+    ended_unfilled = (
+        select(Order.id)
+        .where(
+            Order.user_id == new.user_id,
+            Order.client_order_id == OrderDuplicate.client_order_id,
+            Order.state.in_(("rejected", "expired", "cancelled")),
+            Order.filled_quantity == 0,
+        )
+        .exists()
+    )
+    duplicate = select(OrderDuplicate.client_order_id).where(
+        OrderDuplicate.user_id == new.user_id,
+        OrderDuplicate.fingerprint == new.fingerprint,
+        OrderDuplicate.client_order_id != new.client_order_id,
+        OrderDuplicate.at >= seconds_from_now(-window_s),
+        ~ended_unfilled,
+    )
+    other = await session.scalar(duplicate)
+    return None if other is None else _duplicate_of(other, window_s)
+
+
+def _duplicate_of(client_order_id: str, window_s: float) -> DuplicateOrder:
+    return DuplicateOrder(
+        f"Order {client_order_id} is identical and less than {window_s:g} s old. Set"
+        " `allow_duplicate` to place this one too. A signal has no such field: let the strategy"
+        " send its position, or set the account's window for duplicates to 0."
+    )
+
+
 async def kept_bounds(session: AsyncSession, order_id: uuid.UUID) -> OrderBounds:
     """Returns the bounds with which an order was accepted, for anyone who sends it later."""
     first = await session.get_one(OrderEventRow, f"{order_id}:accepted")
@@ -331,10 +366,7 @@ async def _repeat_or_refusal(
             and refusal is None
             and (other := await session.scalar(duplicate)) is not None
         ):
-            raise DuplicateOrder(
-                f"Order {other} is identical and less than {duplicate_window_s:g} s old. Set"
-                " `allow_duplicate` to place this one too."
-            )
+            raise _duplicate_of(other, duplicate_window_s)
         # None: what blocked the order was settled since.
         raise refusal or SymbolBlocked(
             "What blocked this order is settled now. Place the order again."

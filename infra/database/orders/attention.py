@@ -157,7 +157,9 @@ async def resolve_order(
         rank(order.state) <= rank(OrderState.SUBMITTING)
         and await database_clock(session) < order.deadline_at
     ):
-        raise ResolutionInvalid("it may still be sent to the broker, until its deadline: cancel it")
+        raise ResolutionInvalid(
+            "The order may still be sent to the broker until its deadline. Cancel it instead."
+        )
     _check_resolution(order, resolution)
     before = order.state
     order.state = resolution.state.value
@@ -177,11 +179,13 @@ async def resolve_order(
 def _check_resolution(order: Order, resolution: Resolution) -> None:
     filled = resolution.filled_quantity
     if resolution.state not in FINAL_ORDER_STATES:
-        raise ResolutionInvalid(f"{resolution.state.value} is not the end of an order")
+        raise ResolutionInvalid(f"{resolution.state.value} is not a state in which an order ends.")
     if filled > order.quantity:
-        raise ResolutionInvalid(f"{filled} lots filled of {order.quantity}")
+        raise ResolutionInvalid(f"{filled} lots cannot be filled of an order of {order.quantity}.")
     if filled < order.filled_quantity:
-        raise ResolutionInvalid(f"the broker has reported {order.filled_quantity} filled lots")
+        raise ResolutionInvalid(
+            f"The broker has reported {order.filled_quantity} filled lots, which is more."
+        )
     if (resolution.state == OrderState.FILLED) != (filled == order.quantity):
         needed = (
             f"`filled` needs all its lots: `--filled {order.quantity} --price …` (their "

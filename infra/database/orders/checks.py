@@ -1,7 +1,8 @@
-"""What blocks an order: a switch, an order of unknown outcome, differences from the broker's books.
+"""Finds what blocks an order: a switch, an order of unknown outcome, a difference from the broker's
+books.
 
-`acceptance.py` checks this in the statement that writes an order; `find_refusal` says why it wrote
-none.
+The statement that writes an order checks this (`acceptance.py`). If it wrote none, `find_refusal`
+says why.
 
 An order that closes a position, or enters one, has further conditions, since brokers have no orders
 that can only reduce. It is written under a lock of its account and symbol (`lock_symbol`), and only
@@ -73,8 +74,8 @@ FIRST_UNSETTLED = text(
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedTerms:
-    """What is checked of a new order, or of one at another price. `trading_day` is the date in
-    the home zone (`infra/market/calendar.py`)."""
+    """Holds what is checked of a new order, or of one at another price. `trading_day` is the date
+    in the home zone (`infra/market/calendar.py`)."""
 
     user_id: str
     account_id: str
@@ -104,7 +105,7 @@ async def find_refusal(
     now."""
     user_id, account_id = order.user_id, order.account_id
     if await is_disabled(session, user_id):
-        return UserDisabled(f"user {user_id} is disabled: it takes no new orders")
+        return UserDisabled(f"User {user_id} is disabled and cannot place orders.")
     held = await switches.holding_switch(session, user_id, account_id)
     if held is not None and held.state == SwitchState.HALTED:
         return TradingHalted(f"{switches.described(held)}; cancels still pass")
@@ -127,7 +128,8 @@ async def find_refusal(
     difference = await blocking_difference(session, user_id, account_id)
     if difference is not None:
         return AccountBlocked(
-            f"reconciliation {difference} of this account is open; a person has to look first"
+            f"Difference {difference} between this account and the broker is open. "
+            "Ask an operator to settle it."
         )
     account = await session.get(BrokerAccount, (user_id, account_id))
     if account is None:

@@ -278,6 +278,12 @@ async def require_lease(session: AsyncSession, call_id: int, holder: uuid.UUID) 
         raise SignalLeaseLost
 
 
+async def list_waiting(session: AsyncSession, lane: Lane, limit: int) -> Sequence[WebhookCall]:
+    """Returns the signals of a lane that are not carried out yet, the first one first."""
+    waiting = select(WebhookCall).filter_by(**lane.columns).where(_WAITS)
+    return list(await session.scalars(waiting.order_by(WebhookCall.id).limit(limit)))
+
+
 async def find_predecessor(session: AsyncSession, call: WebhookCall) -> WebhookCall | None:
     """Returns the last signal of the lane that had its turn while this one waited."""
     before = (

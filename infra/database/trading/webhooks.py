@@ -136,7 +136,7 @@ async def require_room(session: AsyncSession, user_id: str) -> None:
     in_use = select(func.count()).select_from(Webhook).where(Webhook.user_id == user_id, _IN_USE)
     if (await session.scalar(in_use) or 0) >= MAX_WEBHOOKS:
         raise WebhookLimitReached(
-            f"{user_id} has {MAX_WEBHOOKS} webhooks; revoke one that is not needed any more"
+            f"{user_id} has {MAX_WEBHOOKS} webhooks. Revoke one that is no longer needed."
         )
 
 

@@ -23,8 +23,8 @@ from infra.launchers.docker.exits import (
     DockerPosition,
     StopNotes,
 )
-from infra.node.cgroup import LimitsUnavailable
 from infra.worker_task import MAX_GRACE_S, LaunchFailed, LaunchSpec, StopFailed, Task, TaskExit
+from worker_runtime.process.cgroup import LimitsUnavailable
 
 #: Seconds after which a container that was created but not started counts as abandoned: its launch
 #: died in between. A start takes 0.5 s on 2 idle cores.

@@ -52,7 +52,7 @@ def test_its_record_is_found_without_importing_it(installed: Path) -> None:
     done = run(installed, "-c", program)
     assert done.returncode == 0, done.stderr
     words, imported = done.stdout.splitlines()
-    assert words == "harbour=1@berth-harbour-0.1.0 paper=2 shioaji=2 EUR berth-harbour"
+    assert words == "harbour=1@berth-harbour-0.1.0 paper=3 shioaji=3 EUR berth-harbour"
     assert imported == "[]"
 
 

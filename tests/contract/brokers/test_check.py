@@ -4,14 +4,17 @@ finds."""
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
-from infra.berth_testing.harness import API_KEY, CREDENTIALS, SECRET_KEY, until
+from infra.berth_testing.harness import API_KEY, CREDENTIALS, SECRET_KEY, order, until
 from infra.cli import broker as command
 from infra.exchange.client import ExchangeServer
 from tests.support.brokers.harnesses import PaperStage
@@ -20,7 +23,7 @@ from tests.support.brokers.shioaji_market import MarketBehaviour, ShioajiMarketS
 from worker_runtime.brokers.check import BrokerCheck
 from worker_runtime.brokers.shioaji import mapping
 from worker_runtime.protocol.broker_check import CheckOutcome, CheckRequest, CheckStep
-from worker_runtime.protocol.messages import Credentials
+from worker_runtime.protocol.messages import Credentials, Side
 from worker_runtime.protocol.order_terms import OrderLot
 from worker_runtime.protocol.requests import QuantityMeaning
 
@@ -73,6 +76,16 @@ def stage_of(kind: str = "stock", simulation: bool = False, **behaviour: Any) ->
     )
 
 
+def forget_refused_tokens() -> None:
+    """Logs in once more, since the next login after a refused token asks for a new one, also in
+    another test of this process."""
+    stage = stage_of()
+    stage.register(ACCOUNT, API_KEY, SECRET_KEY)
+    broker = stage.broker(ACCOUNT, lambda change: None)
+    broker.login(KEYS, 20.0)
+    broker.close()
+
+
 def failed(steps: dict[str, CheckStep]) -> list[str]:
     return [name for name, step in steps.items() if step.outcome is FAILED]
 
@@ -87,11 +100,15 @@ def test_a_healthy_account_passes_every_step() -> None:
         "certificate",
         "contract",
         "ping",
+        "positions",
+        "earlier orders",
         "place and cancel",
+        "price",
         "second session",
         "quantity: common",
         "nothing left",
         "list",
+        "token",
     ]
     assert command.exit_code_of(list(steps.values())) == 0
 
@@ -146,6 +163,23 @@ def test_it_sees_what_a_quantity_change_means_for_each_kind_of_lot(
         ({"own_orders_only": True}, "second session", FAILED, "second session"),
         ({"ignores_cancels": True}, "nothing left", FAILED, "cancel by hand"),
         ({"is_dead": True}, "ping", FAILED, "BROKER_UNREACHABLE"),
+        (
+            {"refuses_positions": REAL.ShioajiError("no permission for accounting")},
+            "positions",
+            FAILED,
+            "no permission",
+        ),
+        ({"ignores_price_changes": True}, "price", FAILED, "did not change its price"),
+        ({"ends_at_price_change": True}, "price", FAILED, "is cancelled with 1"),
+        ({"hides_price_changes": True}, "price", WARNED, "no event came"),
+        ({"keeps_connections": True}, "token", WARNED, "3 connections are counted after it, 2"),
+        ({"new_token_ends_others": True}, "token", WARNED, "a new token ends the sessions"),
+        (
+            {"refuses_renewal": REAL.SystemMaintenance("503 log in again in one minute")},
+            "token",
+            FAILED,
+            "LOGIN_LIMITED",
+        ),
     ],
 )
 def test_it_finds_each_fault(
@@ -154,6 +188,132 @@ def test_it_finds_each_fault(
     steps = check(stage_of(**behaviour))
     assert steps[step].outcome is outcome, steps
     assert words in steps[step].detail
+    forget_refused_tokens()
+
+
+def test_a_price_is_changed_by_one_step_away_from_the_market() -> None:
+    stage = stage_of()
+    step = check(stage)["price"]
+    assert (step.evidence["from"], step.evidence["to"]) == ("50.0", "49.9")
+    assert [event["price"] for event in step.evidence["events"]][-2:] == ["50.0", "49.9"]
+    assert [event["kind"] for event in step.evidence["raw_events"]][:2] == ["SORDER", "SORDER"]
+
+
+def test_a_token_is_renewed_once_and_the_former_session_is_ended() -> None:
+    stage = stage_of()
+    step = check(stage)["token"]
+    assert (step.outcome, stage.market.logins) == (PASSED, [False, False, True])
+    assert step.evidence == {
+        "former_session_lives": True,
+        "connections_before": 1,
+        "connections_after": 1,
+    }
+
+
+# --- a check that was killed between an order and its cancel --------------------------------------
+
+
+def leave_order(
+    stage: ShioajiMarketStage, tag: str, side: Side = Side.BUY, price: Decimal = Decimal(50)
+) -> None:
+    """Places an order and ends the session, as a process does that is killed."""
+    stage.register(ACCOUNT, API_KEY, SECRET_KEY)
+    broker = stage.broker(ACCOUNT, lambda change: None)
+    broker.login(KEYS, 20.0)
+    broker.place(msgspec.structs.replace(order(price=price, side=side), tag=tag), 5.0)
+    broker.close()
+    until(lambda: not stage.market.sessions)
+
+
+def test_an_order_of_a_check_that_was_killed_is_found_by_its_tag_and_cancelled() -> None:
+    stage = stage_of()
+    leave_order(stage, "ck12ab")
+    steps = check(stage)
+    step = steps["earlier orders"]
+    assert (step.outcome, "tag ck12ab" in step.detail) == (WARNED, True), step
+    assert stage.market.rows[0].status == "Cancelled"
+    assert steps["place and cancel"].outcome is PASSED
+    assert command.exit_code_of(list(steps.values())) == 0
+
+
+def test_an_order_of_a_killed_check_that_stays_is_named_and_no_further_one_is_placed() -> None:
+    stage = stage_of(ignores_cancels=True)
+    leave_order(stage, "ck12ab")
+    steps = check(stage)
+    assert "tag ck12ab" in steps["earlier orders"].detail
+    assert len(stage.market.rows) == 1
+    assert command.exit_code_of(list(steps.values())) == command.LEFT_WORKING
+
+
+def test_without_orders_an_order_of_a_killed_check_is_named_and_not_touched() -> None:
+    stage = stage_of()
+    leave_order(stage, "ck12ab")
+    steps = check(stage, orders=False)
+    assert "--orders" in steps["earlier orders"].detail
+    assert stage.market.changes[ACCOUNT] == 0
+    assert command.exit_code_of(list(steps.values())) == command.LEFT_WORKING
+
+
+@pytest.mark.parametrize(
+    ("tag", "side"),
+    [("CK12AB", Side.BUY), ("ck12ag", Side.BUY), ("ck12a", Side.BUY), ("ck12ab", Side.SELL)],
+)
+def test_an_order_that_no_check_placed_is_never_touched(tag: str, side: Side) -> None:
+    stage = stage_of()
+    leave_order(stage, tag, side, Decimal(50) if side is Side.BUY else Decimal(150))
+    stage.register(ACCOUNT, API_KEY, SECRET_KEY)
+    request = request_of(orders=True)
+    steps = BrokerCheck(
+        request, lambda on_order: stage.broker(ACCOUNT, on_order), lambda step: None
+    ).run()
+    assert {step.name: step for step in steps}["earlier orders"].outcome is PASSED
+    assert [row.status for row in stage.market.rows if row.native.custom_field == tag] == [
+        "Submitted"
+    ]
+
+
+def test_a_simulation_that_hides_the_orders_of_others_says_that_it_found_out_nothing() -> None:
+    stage = stage_of(simulation=True, own_orders_only=True)
+    leave_order(stage, "ck12ab")
+    stage.market.rows[0].status = "Cancelled"
+    step = check(stage)["earlier orders"]
+    assert (step.outcome, "look at the broker" in step.detail) == (SKIPPED, True)
+
+
+def test_a_check_killed_while_its_order_is_placed_is_cleaned_up_by_the_next_one(
+    exchange: ExchangeServer, account: str
+) -> None:
+    stage = PaperStage(exchange.address, exchange.admin_url)
+    stage.register(account, API_KEY, SECRET_KEY)
+    stage.set_price("2330", Decimal(100))
+    request = request_of(
+        broker="paper",
+        account=account,
+        credentials=CREDENTIALS,
+        paper_exchange=exchange.address,
+        simulation=True,
+        patience_s=10.0,
+    )
+    stage.silence_next(account)  # the exchange takes the order, and never answers
+    with subprocess.Popen(
+        [sys.executable, "-m", "worker_runtime.brokers.check"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+    ) as killed:
+        assert killed.stdin is not None
+        killed.stdin.write(msgspec.json.encode(request))
+        killed.stdin.close()
+        until(lambda: bool(stage.taken(account)))
+        killed.kill()
+    [remaining] = stage.taken(account)
+    assert remaining.state.value == "submitted"
+    steps = {step.name: step for step in command.run_check(request)}
+    assert failed(steps) == [], steps
+    assert (steps["earlier orders"].outcome, remaining.tag in steps["earlier orders"].detail) == (
+        WARNED,
+        True,
+    )
+    assert {taken.state.value for taken in stage.taken(account)} == {"cancelled"}
 
 
 def test_the_exit_code_says_what_came_of_it() -> None:
@@ -283,7 +443,7 @@ def test_it_runs_against_the_paper_exchange_in_a_process_of_its_own(
     assert list(steps.values()) == shown
     assert failed(steps) == [], steps
     assert steps["second session"].outcome is PASSED
-    assert [taken.state.value for taken in stage.taken(account)] == ["cancelled"]
+    assert [taken.state.value for taken in stage.taken(account)] == ["cancelled"] * 2
 
 
 def test_a_file_of_keys_that_others_can_read_is_refused(tmp_path: Path) -> None:

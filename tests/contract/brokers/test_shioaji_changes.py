@@ -43,7 +43,7 @@ def test_a_stock_order_is_cancelled_with_one_call(setting: ShioajiStage) -> None
     assert not broker.queries_before_change(ID)
 
 
-def test_l_a_futures_order_is_cancelled_without_a_query_before(heard: HeardOrders) -> None:
+def test_l_235_a_futures_order_is_cancelled_without_a_query_before(heard: HeardOrders) -> None:
     """Sinotrade/Shioaji #235, which 1.7.6 has fixed."""
     setting = ShioajiStage(heard, kind="futures")
     setting.client.does["list_trades"] = lambda: [make_futures_trade()]
@@ -159,7 +159,7 @@ def test_money_of_a_stock_and_of_a_futures_account(heard: HeardOrders) -> None:
     assert (futures.cash, futures.available) == (Decimal("900000.0"), Decimal("700000.0"))
 
 
-def test_what_a_simulation_does_not_list_may_be_there_all_the_same(heard: HeardOrders) -> None:
+def test_218_what_a_simulation_does_not_list_may_be_there_all_the_same(heard: HeardOrders) -> None:
     """Sinotrade/Shioaji #218."""
     assert ShioajiStage(heard).login().orders(20.0).behind is None
 

@@ -32,6 +32,7 @@ from tests.support.brokers.shioaji_reports import (
     make_trade,
 )
 from tests.support.commands import ROOT
+from worker_runtime.brokers.port import KeepsToken
 from worker_runtime.brokers.shioaji import mapping, sdk
 from worker_runtime.brokers.shioaji.broker import ShioajiBroker
 from worker_runtime.brokers.shioaji.probe import ShioajiProbe
@@ -564,6 +565,18 @@ def test_j_a_login_after_a_refused_token_asks_for_a_new_one(heard: HeardOrders) 
         again.login()
         [(_, sent)] = [call for call in again.client.calls if call[0] == "login"]
         assert (sent == words) if words else isinstance(sent, tuple)
+
+
+def test_a_login_that_renews_a_session_asks_for_a_token_of_its_own(heard: HeardOrders) -> None:
+    """The SDK may hand out the token of the session whose day ends (#81)."""
+    first = ShioajiStage(heard, account="renewal-test", number="111").login()
+    assert isinstance(first, KeepsToken)
+    first.forget_token()
+    assert first.alive()
+    again = ShioajiStage(heard, account="renewal-test", number="111")
+    again.login()
+    [(_, sent)] = [call for call in again.client.calls if call[0] == "login"]
+    assert sent == {"force_refresh": True}
 
 
 @pytest.mark.parametrize(("days", "warned"), [(100, False), (29, True), (0.5, True)])

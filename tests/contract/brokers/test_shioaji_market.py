@@ -41,7 +41,7 @@ from worker_runtime.protocol.errors import (
     OutcomeUnknown,
     SessionDown,
 )
-from worker_runtime.protocol.messages import FINAL_ORDER_STATES, OrderState
+from worker_runtime.protocol.messages import FINAL_ORDER_STATES, OrderState, Side
 from worker_runtime.protocol.order_terms import OrderLot
 from worker_runtime.protocol.requests import QuantityMeaning
 
@@ -245,6 +245,79 @@ def test_218_a_simulation_that_lists_its_own_orders_only_proves_no_absence(
     first.place(order(symbol="2330", price=Decimal(50)), 5.0)
     listing = logged_in(stage, heard).orders(5.0)
     assert (listing.orders, listing.behind) == ([], None)
+
+
+def test_220_orders_of_a_simulation_that_are_shown_late_settle_nothing_before(
+    heard: HeardOrders,
+) -> None:
+    """In one week a session saw the fills of an earlier one the next day only, in another week at
+    once. Neither is relied on."""
+    stage = stage_of(simulation=True, own_orders_only=True)
+    logged_in(stage, heard).place(order(symbol="2330", price=Decimal(50)), 5.0)
+    stage.market.match(stage.market.rows[0], 2)
+    later = logged_in(stage, heard)
+    hidden = later.orders(5.0)
+    assert (hidden.orders, hidden.behind) == ([], None)
+    stage.market.behaviour.own_orders_only = False
+    shown = later.orders(5.0)
+    assert [(listed.state, len(listed.fills)) for listed in shown.orders] == [(FILLED, 1)]
+    assert shown.behind is None
+
+
+def test_81_a_token_that_is_renewed_again_and_again_takes_one_connection(
+    heard: HeardOrders,
+) -> None:
+    """Logins without a logout before them ran into the limit of connections."""
+    stage = stage_of()
+    for number in range(7):  # two more than a person may have connections
+        broker = logged_in(stage, heard)
+        [client] = stage.market.sessions
+        assert client.forces_refresh is (number > 0)
+        client.has_old_token = True
+        with pytest.raises(SessionDown):
+            broker.ping(5.0)
+        broker.close()
+    logged_in(stage, heard).ping(5.0)  # and the next test's first login is a usual one
+    assert len(stage.market.sessions) == 1
+
+
+@pytest.mark.parametrize("quantity", [2, 3])
+def test_234_an_order_that_was_reduced_and_then_cancelled_is_not_working(
+    heard: HeardOrders, quantity: int
+) -> None:
+    """Its row is still `Submitted`, with all of it cancelled. The session that heard of the cancel
+    knows it by the event, another one by the quantities alone."""
+    stage = stage_of("futures", forgets_final_status=True)
+    broker = logged_in(stage, heard)
+    new_order = order(symbol="TXFA6", price=Decimal(50), quantity=quantity)
+    placed = broker.place(new_order, 5.0)
+    broker.replace(placed.broker_order_id, quantity - 1, None, 5.0, stage.confirmed)
+    until(lambda: [listed.quantity for listed in broker.orders(5.0).orders] == [quantity - 1])
+    broker.cancel(placed.broker_order_id, 5.0)
+    until(lambda: stage.market.rows[0].cancelled == quantity)
+    [row] = stage.market.rows
+    assert row.status == "Submitted"
+    for session in (broker, logged_in(stage, heard)):
+        assert [listed.state for listed in session.orders(5.0).orders] == [CANCELLED]
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_p13_a_sale_that_is_answered_and_refused_seconds_later_ends_with_the_reason(
+    heard: HeardOrders, is_told: bool
+) -> None:
+    """Shares of the same day were sold: answered as submitted, then refused. A simulation may not
+    send the event, so the list has to do."""
+    stage = stage_of(simulation=True)
+    broker = logged_in(stage, heard)
+    placed = broker.place(order(symbol="2330", price=Decimal(150), side=Side.SELL), 5.0)
+    until(lambda: [listed.state for listed in broker.orders(5.0).orders] == [SUBMITTED])
+    [row] = stage.market.rows
+    row.status, row.message = "Failed", "集保不足"
+    if is_told:
+        stage.market.report(row, "New", "88")
+        assert heard.outcome(placed, OrderState.REJECTED).reason == row.message
+    [listed] = broker.orders(5.0).orders
+    assert (listed.state, listed.reason) == (OrderState.REJECTED, row.message)
 
 
 def test_p57_a_token_that_died_beside_the_vendors_app_is_replaced_by_a_new_one(

@@ -165,7 +165,7 @@ async def test_the_command_line_lists_shows_redrives_and_dismisses(
         )
         assert "mail-7" in (await berth("dead-letters", "show", letter["id"])).out
         refused = await berth("dead-letters", "redrive", letter["id"])
-        assert (refused.code, "not among the failed ones" in refused.err) == (1, True)
+        assert (refused.code, "no longer a failed one" in refused.err) == (1, True)
         gone = await berth("dead-letters", "dismiss", letter["id"], "--reason", "seen")
         assert (gone.code, gone.out.strip()) == (0, "dismiss: alert mail-7")
     assert await list_dead_letters(staff) == []

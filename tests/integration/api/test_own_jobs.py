@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -18,6 +19,8 @@ from sqlalchemy import text
 
 from activities.maintenance.kept_jobs import KeptJobSweeper
 from api.fleet.alerts import OperatorAlerts
+from infra.berth_jobs.manifest import read_manifest
+from infra.berth_jobs.options import JobDefaults
 from infra.jobs.applications import ApplicationDirectory, add_application, rotate_application
 from infra.jobs.registry import MAX_ROWS, TypeRegistry
 from infra.settings import Settings
@@ -26,17 +29,19 @@ from infra.valkey.job_login import job_fleet_url
 from infra.valkey.job_users import JobUsers
 from infra.vault import key_file
 from infra.vault.message_secret import MessageSecretFile, load_fleet_keys
-from tests.support.api.pages import logged_in_browser, read_page
+from tests.support.api.pages import csrf_header, logged_in_browser, read_page
 from tests.support.commands import CommandForker
 from tests.support.jobs.hand_runner import SHOP_TAG, HandRunner, make_manifest
 from tests.support.jobs.keeper import NotingStarter
 from tests.support.systems.api import ServedApi, make_key, operator, running_api
+from worker_runtime.jobs.own_types.failure_handlers import FailureHandlers
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol import manifest as wire
 from worker_runtime.jobs.protocol.messages import (
     Job,
 )
+from worker_runtime.process.log import Log
 from worker_runtime.protocol import keys
 
 SCHEMA = {
@@ -433,6 +438,95 @@ async def test_a_flush_of_valkey_loses_no_job(
     assert [job.job_id for job in runner.claim(5)] == ["f-1", "f-2"]
 
 
+@pytest.mark.parametrize("is_enqueued", [False, True])
+async def test_a_flush_of_valkey_loses_no_failure_handler_of_a_kept_job(
+    shop: ServedApi, producer: httpx.AsyncClient, runner: HandRunner, is_enqueued: bool
+) -> None:
+    """`is_enqueued`: the handler waited already. Else no runner has enqueued it yet."""
+    body = msgspec.json.decode(manifest(on_failed="shop/jobs.note"))
+    body["types"].append({**body["types"][0], "name": "shop/jobs.note", "options": {}})
+    announced = msgspec.json.encode(body)
+    runner.announce(announced)
+    services = shop.services
+    sweeper = KeptJobSweeper(services.valkey, services.kept_jobs, NotingStarter())
+    await sweeper.load_applications()
+
+    async def look() -> None:
+        async with services.database.session() as session:  # the next check is due
+            await session.execute(
+                text("update kept_jobs set check_at = now() where check_at is not null")
+            )
+        await sweeper.sweep()
+
+    def enqueue_handlers() -> None:
+        handlers = FailureHandlers(SHOP_TAG, runner.keys, JobDefaults(), Log())
+        handlers.types = {kind.name: kind for kind in read_manifest(announced).types}
+        handlers.enqueue_due(runner.client)
+
+    assert (await producer.post("/jobs", json=resize(job_id="h-1"))).status_code == 202
+    [claimed] = runner.claim()
+    runner.fail(claimed, "no such picture")
+    if is_enqueued:
+        enqueue_handlers()
+    await look()
+    runner.client.execute("FLUSHALL")
+    runner.queue.join()
+    runner.announce(announced)
+    await look()  # the handler may not run twice: it waits for the end of a run that may be
+    async with services.database.session() as session:
+        await session.execute(text("update kept_jobs set missing = true where outcome is null"))
+    await look()
+    [handler] = runner.claim(5)
+    assert handler.job_id.startswith("h-1.failed.")
+    report = msgspec.json.decode(runner.read(handler).args)
+    assert report == {
+        "job_id": "h-1",
+        "type": "shop/jobs.resize",
+        "code": "JOB_FAILED",
+        "detail": "no such picture",
+        "attempt": 1,
+        "arguments": {"url": "https://a/1.png"},
+    }
+    runner.end(handler, "noted")
+    await look()
+    assert (await producer.get(f"/jobs/{handler.job_id}")).json()["state"] == "done"
+    await look()
+    assert runner.claim(5) == []
+
+
+async def test_a_failure_handler_that_a_runner_has_enqueued_runs_once_though_it_is_kept(
+    shop: ServedApi, producer: httpx.AsyncClient, runner: HandRunner
+) -> None:
+    body = msgspec.json.decode(manifest(on_failed="shop/jobs.note"))
+    body["types"].append({**body["types"][0], "name": "shop/jobs.note", "options": {}})
+    announced = msgspec.json.encode(body)
+    runner.announce(announced)
+    services = shop.services
+    sweeper = KeptJobSweeper(services.valkey, services.kept_jobs, NotingStarter())
+    await sweeper.load_applications()
+    assert (await producer.post("/jobs", json=resize(job_id="h-2"))).status_code == 202
+    [claimed] = runner.claim()
+    runner.fail(claimed, "no such picture")
+    handlers = FailureHandlers(SHOP_TAG, runner.keys, JobDefaults(), Log())
+    handlers.types = {kind.name: kind for kind in read_manifest(announced).types}
+    handlers.enqueue_due(runner.client)
+    [handler] = runner.claim(5)
+    runner.end(handler, "noted")  # before anybody has kept it
+    for _ in range(3):
+        async with services.database.session() as session:
+            await session.execute(
+                text("update kept_jobs set check_at = now() where check_at is not null")
+            )
+        await sweeper.sweep()
+    assert runner.claim(5) == []
+    async with services.database.session() as session:
+        rows = await session.execute(text("select job_id, outcome from kept_jobs"))
+        outcomes = {row.job_id: row.outcome for row in rows}
+        assert outcomes == {"h-2": "failed", handler.job_id: "done"}
+    # The result is no longer kept for as long as PostgreSQL might not know of it.
+    assert await services.valkey.ttl(job_keys.result(SHOP_TAG, handler.job_id)) <= 500
+
+
 @pytest.mark.parametrize("is_lost", [False, True])
 async def test_a_failed_job_is_a_dead_letter_and_runs_again_when_it_is_redriven(
     shop: ServedApi, producer: httpx.AsyncClient, runner: HandRunner, is_lost: bool
@@ -584,6 +678,36 @@ async def test_a_job_that_was_sent_straight_into_valkey_is_shown(
     assert [version["waits_for_runner"] for version in kind["versions"]] == [True]
 
 
+async def test_an_id_that_a_direct_producer_has_given_to_another_job_is_refused(
+    producer: httpx.AsyncClient, runner: HandRunner
+) -> None:
+    runner.announce(manifest())
+    other = Job(job_id="taken", name="shop/jobs.resize", type_version=1, args=msgspec.Raw(b"{}"))
+    runner.client.run(*job_calls.enqueue(other, runner.keys, SHOP_TAG))
+
+    async def is_refused() -> None:
+        answer = await producer.post("/jobs", json=resize(job_id="taken"))
+        assert (answer.status_code, answer.json()["code"]) == (409, "JOB_ID_REUSED")
+        batch = {"jobs": [resize(job_id="free"), resize(job_id="taken")]}
+        answer = await producer.post("/jobs/batch", json=batch)
+        assert (answer.status_code, answer.json()["code"]) == (409, "JOB_ID_REUSED")
+
+    await is_refused()
+    [claimed] = runner.claim(5)  # nothing of the batch was enqueued
+    runner.end(claimed, "direct")
+    assert (await producer.get("/jobs/taken")).json()["value"] == "direct"
+    await is_refused()
+    # The same job may be there already: PostgreSQL was restored from a backup of before it.
+    args = {"url": "https://a/1.png", "width": 3}
+    asked = {"type": "shop/jobs.resize", "args": args, "options": {"job_id": "same"}}
+    same = msgspec.structs.replace(
+        other, job_id="same", args=msgspec.Raw(msgspec.json.encode(args))
+    )
+    runner.client.run(*job_calls.enqueue(same, runner.keys, SHOP_TAG))
+    assert (await producer.post("/jobs", json=asked)).status_code == 202
+    assert [each.job_id for each in runner.claim(5)] == ["same"]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(240)  # a dozen processes of the command line
 async def test_the_command_line_makes_an_application_and_enqueues_its_jobs(
@@ -689,6 +813,38 @@ async def test_the_page_of_jobs_shows_types_and_those_without_a_runner(
         page = await read_page(client, "/page/jobs")
     assert "<td>shop/jobs.resize</td><td>1</td><td>shop-jobs 1.0</td><td>0</td><td>1</td>" in page
     assert "No live runner takes its jobs." in page
+
+
+async def test_the_page_of_jobs_shows_weights_of_queues_and_its_form_sets_them(
+    shop: ServedApi, producer: httpx.AsyncClient, runner: HandRunner
+) -> None:
+    runner.announce(manifest(queue="fast"))
+    await producer.post("/jobs", json=resize(queue="slow"))
+    async with logged_in_browser(shop, shop.admin_key) as client:
+        page = await read_page(client, "/page/jobs")
+        assert "<td>shop</td><td>slow</td><td>1</td>" in page
+        assert "<td>the fleet</td><td>email</td><td>1</td>" in page
+        form = page.partition('data-act="PUT /v1/job-queues/{queue}"')[2].partition("</form>")[0]
+        fields = set(re.findall(r'name="(\w+)"', form))
+        assert fields == {"application", "queue", "weight", "reason"}
+        assert "<option>shop</option>" in form
+        body = {"application": "shop", "weight": 0.25, "reason": "a test"}
+        headers = await csrf_header(client, "/page/jobs")
+        changed = await client.put("/v1/job-queues/slow", json=body, headers=headers)
+        assert changed.status_code == 200, changed.text
+        page = await read_page(client, "/page/jobs")
+        assert "<td>shop</td><td>slow</td><td>0.25</td>" in page
+        [act] = re.findall(r'data-act="PUT (/v1/job-queues/slow)" data-body="(.*?})"', page)
+        back = json.loads(act[1])
+        assert (await client.put(act[0], json=back, headers=headers)).json()["weight"] == 1.0
+        assert "<td>shop</td><td>slow</td><td>1</td>" in await read_page(client, "/page/jobs")
+    async with shop.client(shop.admin_key) as admin:
+        made = {"role": "operator", "label": "looks", "scopes": ["read"]}
+        key = (await admin.post("/api-keys", json=made)).json()["api_key"]
+    async with logged_in_browser(shop, key) as client:
+        page = await read_page(client, "/page/jobs")
+        assert "<td>shop</td><td>slow</td><td>1</td>" in page
+        assert 'data-act="PUT' not in page
 
 
 async def test_orchestrators_make_the_login_of_an_application_and_end_that_of_a_retired_key(

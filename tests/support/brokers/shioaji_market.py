@@ -54,6 +54,21 @@ class MarketBehaviour:
     loses_deals: bool = False
     #: A cancel is never confirmed.
     ignores_cancels: bool = False
+    #: A change of a price is never confirmed, or ends the order.
+    ignores_price_changes: bool = False
+    ends_at_price_change: bool = False
+    #: A changed price is not reported by an event.
+    hides_price_changes: bool = False
+    #: An order that was reduced and then cancelled is still `Submitted` (Sinotrade/Shioaji #234).
+    forgets_final_status: bool = False
+    #: A session that logged out still counts as a connection (Sinotrade/Shioaji #81).
+    keeps_connections: bool = False
+    #: A new token ends the sessions that have the former one
+    #: (Sinotrade/shioaji-pro-app #57), or is refused with this error.
+    new_token_ends_others: bool = False
+    refuses_renewal: Exception | None = None
+    #: Raised by queries of positions and balances: the keys lack the right.
+    refuses_positions: Exception | None = None
     #: The session looks alive, and nothing is answered (Sinotrade/Shioaji #215).
     is_dead: bool = False
     #: Raised by each login.
@@ -118,6 +133,10 @@ class ShioajiMarket:
         self.rows: list[Row] = []
         self.reject_next: dict[str, str] = {}
         self.drop_next: set[str] = set()
+        #: Of each login, whether it asked for a new token.
+        self.logins: list[bool] = []
+        #: Connections that still count though their session has logged out, by account.
+        self.kept_connections: Counter[str] = Counter()
         #: Accounts whose next order is taken and not answered before its call's timeout.
         self.silence_next: set[str] = set()
         #: The same of cancels and changes.
@@ -293,6 +312,8 @@ class MarketClient(BoundToSdk):
         self.callback: Callable[[Any, Any], None] | None = None
         self.down: Callable[[], None] | None = None
         self.forces_refresh = False
+        #: The broker takes its token no longer; the connection stays.
+        self.has_old_token = False
         self.contracts = contracts_of(lambda kinds, timeout: None, self._get, self._info)
         self._market = market
 
@@ -304,13 +325,19 @@ class MarketClient(BoundToSdk):
 
     def login(self, api_key: str, secret_key: str, force_refresh: bool = False) -> list[Any]:
         market, self.forces_refresh = self._market, force_refresh
+        market.logins.append(force_refresh)
         if market.behaviour.login_error is not None:
             raise market.behaviour.login_error
+        if force_refresh and market.behaviour.refuses_renewal is not None:
+            raise market.behaviour.refuses_renewal
         with market.lock:
             if not market.admits(self.account, api_key, secret_key):
                 raise REAL.AuthError("StatusCode: 401, Detail: unknown key")
-            if sum(other.account == self.account for other in market.sessions) >= _CONNECTIONS:
+            if self._connections() >= _CONNECTIONS:
                 raise REAL.ServerError("StatusCode: 451, Detail: Too Many Connections.")
+            if force_refresh and market.behaviour.new_token_ends_others:
+                for other in market.sessions:
+                    other.has_old_token |= other.account == self.account
             market.sessions.append(self)
         return [self._own]
 
@@ -318,6 +345,8 @@ class MarketClient(BoundToSdk):
         with self._market.lock:
             if self in self._market.sessions:
                 self._market.sessions.remove(self)
+                if self._market.behaviour.keeps_connections:
+                    self._market.kept_connections[self.account] += 1
 
     def activate_ca(self, ca_path: str, ca_passwd: str, person_id: str | None = None) -> bool:
         return True
@@ -327,8 +356,13 @@ class MarketClient(BoundToSdk):
 
     def usage(self, timeout: int) -> SimpleNamespace:
         self._check()
-        connections = sum(other.account == self.account for other in self._market.sessions)
-        return SimpleNamespace(connections=connections + self._market.behaviour.other_connections)
+        other_connections = self._market.behaviour.other_connections
+        return SimpleNamespace(connections=self._connections() + other_connections)
+
+    def _connections(self) -> int:
+        with self._market.lock:
+            open_ones = sum(other.account == self.account for other in self._market.sessions)
+            return open_ones + self._market.kept_connections[self.account]
 
     def trade_cache_health(self, account: Any) -> SimpleNamespace:
         return health(*self._market.behaviour.cache)
@@ -381,7 +415,9 @@ class MarketClient(BoundToSdk):
             with market.lock:
                 if row.status in _FINAL:
                     return
-                row.cancelled, row.status = row.native.quantity - row.filled, "Cancelled"
+                keeps_status = bool(row.cancelled) and market.behaviour.forgets_final_status
+                row.cancelled = row.native.quantity - row.filled
+                row.status = row.status if keeps_status else "Cancelled"
                 market.report(row, "Cancel")
 
         if not market.behaviour.ignores_cancels:
@@ -408,9 +444,12 @@ class MarketClient(BoundToSdk):
                     if row.working <= 0:
                         row.status = "Filled" if row.filled else "Cancelled"
                     market.report(row, "UpdateQty")
-                if price is not None:
+                if price is not None and market.behaviour.ends_at_price_change:
+                    row.cancelled, row.status = row.native.quantity - row.filled, "Cancelled"
+                elif price is not None and not market.behaviour.ignores_price_changes:
                     row.price = price
-                    market.report(row, "UpdatePrice")
+                    if not market.behaviour.hides_price_changes:
+                        market.report(row, "UpdatePrice")
                     market.match(row)
 
         market.later(market.behaviour.confirms_after, confirm)
@@ -434,6 +473,8 @@ class MarketClient(BoundToSdk):
 
     def list_positions(self, account: Any, unit: str, timeout: int) -> list[Any]:
         self._check()
+        if self._market.behaviour.refuses_positions is not None:
+            raise self._market.behaviour.refuses_positions
         held: dict[str, tuple[int, float]] = {}
         for row in self._own_rows():
             for _, quantity, price, _ in row.deals:
@@ -502,7 +543,7 @@ class MarketClient(BoundToSdk):
     def _check(self) -> None:
         if self._market.behaviour.is_dead:
             raise REAL.ShioajiTimeoutError("timeout")
-        if self not in self._market.sessions:
+        if self not in self._market.sessions or self.has_old_token:
             raise REAL.TokenError("StatusCode: 401, Detail: Token is expired")
 
     def _get(self, code: str, security_type: str) -> Any:

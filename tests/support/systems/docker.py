@@ -19,7 +19,7 @@ from docker.models.containers import Container
 
 from infra.lab import worker_image
 from infra.lab.docker import DockerDaemon
-from infra.node.cgroup import MemoryGroup
+from worker_runtime.process.cgroup import MemoryGroup
 
 # testcontainers reads this when it is imported: no container of its own cleans up after the tests.
 os.environ["TESTCONTAINERS_RYUK_DISABLED"] = "true"

@@ -62,7 +62,8 @@ class RunningSystem:
         with httpx.Client(
             base_url=self.stack.api_url, timeout=PATIENCE, trust_env=False, verify=self._tls
         ) as http:
-            return http.request(method, path, headers={"X-API-Key": key}, **how)
+            headers = {"X-API-Key": key, **how.pop("headers", {})}
+            return http.request(method, path, headers=headers, **how)
 
     def trader(
         self, *, api_key: str = "key", secret_key: str = "secret", wrong_key: bool = False

@@ -340,6 +340,71 @@ def test_a_problem_says_the_sentence_that_helps(changes: dict[str, object], sent
     assert raised.value.detail.startswith(sentence)
 
 
+def sent(**changes: object) -> str:
+    return json.dumps(words(secret="canary", **changes), ensure_ascii=False)
+
+
+@pytest.mark.parametrize(
+    ("body", "fields"),
+    [
+        (sent(comment="@").replace("@", "Long\nentry\t1"), {}),
+        (sent(id="@").replace("@", "Long\n1"), {"id": "Long\n1"}),
+        (sent().replace(", ", ",\r\n\t") + "\r\n", {}),
+        ("\ufeff" + sent(), {}),
+        (sent(symbol=2330), {"symbol": "2330"}),
+        (sent(id=7), {"id": "7"}),
+        (sent(id=None), {"id": ""}),
+        (sent(quantity="\uff11\uff10\uff10"), {"quantity": 100}),
+        (sent(quantity="?").replace('"?"', "1e2"), {"quantity": 100}),
+        (sent(price="?").replace('"?"', "NaN"), {"price": None}),
+        (sent(prev_market_position="long", volume=float("nan")), {}),
+        (sent(symbol="TWSE_DLY:2330"), {"symbol": "TWSE_DLY:2330"}),
+        (sent(action="buy")[:-1] + ', "action": "buy"}', {}),
+    ],
+)
+def test_what_alerts_are_known_to_send_is_understood(body: str, fields: dict[str, object]) -> None:
+    taken = parse_signal(body.encode())
+    shown = {name: getattr(taken, name) for name in fields}
+    assert (taken.action, shown) == (SignalAction.BUY, fields)
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (sent()[:-1] + ",}", "(trailing comma at line 1 column 103): take the last comma away"),
+        (f"{sent()}\n{sent()}", "something is behind its object, and an alert is one signal"),
+        (sent().replace('"', "\u201c"), 'write straight quotes (") and not typographic ones'),
+        (sent().replace('"', "'"), 'write names and texts in double quotes (")'),
+        (sent()[1:-1], "it begins with { and ends with }"),
+        ("buy 2330", "it begins with { and ends with }"),
+        ("", "it begins with { and ends with }"),
+        (
+            sent(id="@").replace("@", 'my "long"'),
+            "a comma is missing, or a text has a double quote",
+        ),
+        (sent(symbol="?").replace('"?"', "0050"), 'in double quotes, as "symbol": "{{ticker}}"'),
+        (sent(symbol="?").replace('"?"', "TXF1!"), 'in double quotes, as "symbol": "{{ticker}}"'),
+        (f"[{sent()}]", "the message has to be one JSON object, {…}: an alert is one signal"),
+        (json.dumps(sent()), "the message has to be one JSON object, {…}: an alert is one signal"),
+        (sent()[:-1] + ', "action": "sell"}', "the message has action twice, with different"),
+        (sent(quantity=float("nan")), "quantity: it is nan: there was no value for it when"),
+        (sent(quantity=" NaN"), "quantity: it is NaN: there was no value for it when the alert"),
+        (sent(action="close", quantity="null"), "quantity: it is null: there was no value"),
+        (sent(quantity="1,000"), "quantity: it is no number; write it as 150 or 150.0"),
+        (sent(action="Long"), 'action: long is a position: send it as "market_position", with'),
+        (sent(action="flat"), 'action: flat is a position: send it as "market_position", with'),
+        (sent(symbol="\uff12\uff13\uff13\uff10"), "and nothing else; did you mean 2330?"),
+        (sent(symbol=""), "symbol: a symbol has letters A to Z, digits and . / _ : ! -"),
+        (sent(symbol=23.5), "symbol: input should be a valid string"),
+    ],
+)
+def test_what_is_wrong_with_a_message_is_said_with_what_to_do(body: str, sentence: str) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        parse_signal(body.encode())
+    assert sentence in raised.value.detail
+    assert "canary" not in f"{raised.value.detail}{raised.value.errors}"
+
+
 def test_a_call_is_kept_without_anything_that_may_be_a_secret() -> None:
     secret = "x" * 43
     for body in (

@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_the_brokers_that_come_with_berth_have_records() -> None:
     assert {"paper", "shioaji"} <= set(installed_brokers.built_in_brokers())
-    assert {"paper=2", "shioaji=2"} <= set(installed_brokers.announced_brokers().split())
+    assert {"paper=3", "shioaji=3"} <= set(installed_brokers.announced_brokers().split())
 
 
 @pytest.mark.parametrize(
@@ -93,6 +93,11 @@ def test_the_tick_depends_on_symbol_and_price(symbol: str, price: str, tick: str
         ("lag_s = 0", "lag_s = inf", "lists.lag_s is inf"),
         ("queries_per_5s = 25", "queries_per_5s = 25\ncool_down_s = nan", "limits.cool_down_s"),
         ("day_begins = 16:00:00", 'day_begins = "16:00:00Z"', "without an offset"),
+        ("life_s = 86400", "life_s = 9", "session.life_s"),
+        ("life_s = 86400", "life_s = inf", "session.life_s is inf"),
+        ("life_s = 86400", 'ends_at = "05:00:00Z"', "session.ends_at has the time 05:00:00+00:00"),
+        ("[session]", "[limits.address]\norders_per_10s = 0\n[session]", "limits.address.orders"),
+        ("[session]", "[limits.address]\nbans = 1\n[session]", "unknown field `bans`"),
     ],
 )
 def test_a_broken_record_is_refused_with_a_sentence(
@@ -169,6 +174,27 @@ def test_a_broken_market_is_refused_with_a_sentence(
     with pytest.raises(BrokerRecordRefused, match=r"broker\.toml") as refused:
         installed_brokers.load_plugin(folder / "paper" / "broker.toml")
     assert sentence in refused.value.detail
+
+
+def test_the_limits_of_an_address_are_so_many_persons_calls_and_are_optional(
+    folder: Path,
+) -> None:
+    path = folder / "paper" / "broker.toml"
+    assert installed_brokers.load_plugin(path).record.limits.address_persons() == {}
+    text = path.read_text(encoding="utf-8")
+    of_address = "[limits.address]\nconnections = 20\norders_per_10s = 125\n\n[session]"
+    path.write_text(text.replace("[session]", of_address), encoding="utf-8")
+    persons = installed_brokers.load_plugin(path).record.limits.address_persons()
+    assert persons == {"connections": 4.0, "orders": 0.5}
+
+
+def test_the_end_of_a_session_is_optional(folder: Path) -> None:
+    path = folder / "paper" / "broker.toml"
+    assert installed_brokers.load_plugin(path).record.session.life_s == 86_400
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace("[session]\nlife_s = 86400\n", ""), encoding="utf-8")
+    life = installed_brokers.load_plugin(path).record.session
+    assert (life.life_s, life.ends_at) == (None, None)
 
 
 @pytest.mark.parametrize(

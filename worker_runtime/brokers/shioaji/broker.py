@@ -67,7 +67,8 @@ _ACCOUNT_CLASSES = {"stock": "Stock", "futures": "Future"}
 _CONNECTIONS_TO_WARN_AT = 4
 #: Days before a certificate's end at which a session warns.
 _CERTIFICATE_WARNING_DAYS = (30, 7, 1)
-#: Connections whose last token the broker refused: their next login asks for a new one.
+#: Connections whose last token the broker refused, or whose token is about to end: their next login
+#: asks for a new one.
 _refused_tokens: set[ConnectionKey] = set()
 
 T = TypeVar("T")
@@ -129,6 +130,8 @@ class ShioajiBroker:
         self._paused_until = 0.0
         self._uses_files = False
         self._closing = threading.Lock()
+        #: Gets each event as the SDK reports it; for `berth broker check`.
+        self._watch_event: Callable[[str, Any], None] | None = None
 
     def login(self, credentials: Credentials, timeout: float) -> None:
         """Constructs the client, logs in,
@@ -203,6 +206,9 @@ class ShioajiBroker:
         accounts: list[Any] = api.login(credentials.api_key, credentials.secret_key, **words)
         _refused_tokens.discard(self._key)
         return accounts
+
+    def forget_token(self) -> None:
+        _refused_tokens.add(self._key)
 
     def place(self, order: BrokerOrderTerms, timeout: float) -> BrokerOrder:
         api, account = self._session()
@@ -416,6 +422,10 @@ class ShioajiBroker:
         """Returns the SDK's client, account and module, for a look past this adapter."""
         return *self._session(), self._load()
 
+    def watch_events(self, watch: Callable[[str, Any], None]) -> None:
+        """Calls `watch`, from the SDK's threads, with the kind of each event and the event."""
+        self._watch_event = watch
+
     def blanked(self, value: Any) -> Any:
         """Returns a value of the SDK as plain data, without credentials and without ids of the
         person or the account."""
@@ -611,6 +621,8 @@ class ShioajiBroker:
             )
             if self._account is not None and owner and owner != self._account.account_id:
                 return  # the other account of this login
+            if self._watch_event is not None:
+                self._watch_event(state.value, event)
             change = self._reported.merge_event(state.value, event)
             if change is not None:
                 self._on_order(change)

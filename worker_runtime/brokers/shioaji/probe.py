@@ -2,6 +2,7 @@
 the SDK's own fields, without ids."""
 
 import time
+from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
@@ -30,6 +31,22 @@ _STATUS = (
     "modified_price",
     "msg",
 )
+
+
+#: Fields of events that say what happened. None names the person, the account or the branch.
+_OPERATION = ("op_type", "op_code")
+_EVENT_STATUS = ("order_quantity", "modified_price", "cancel_quantity")
+_EVENT_DEAL = ("quantity", "price")
+
+
+def shown_event(kind: str, event: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what an event of the SDK says, without ids."""
+    operation, order = event.get("operation") or {}, event.get("order") or {}
+    shown = {"kind": kind} | {name: operation[name] for name in _OPERATION if name in operation}
+    shown |= {f"order.{name}": order[name] for name in _EVENT_DEAL if name in order}
+    status = event.get("status") or {}
+    shown |= {f"status.{name}": status[name] for name in _EVENT_STATUS if name in status}
+    return shown | {name: event[name] for name in _EVENT_DEAL if name in event}
 
 
 class ShioajiProbe:

@@ -3,22 +3,22 @@
 The script that ends a job as failed notes it in `jobs:{tag}:handlers`, whoever calls it: its
 runner, or another one that has found its runner dead. Every runner looks there when it renews its
 lease. The handler's id is made from the job's and the time of its failure, so it is enqueued once,
-however many runners try. A failure whose handler this runner does not have stays noted for one that
-has it, and holds up no other.
+however many runners try. Of a job that PostgreSQL keeps, orchestrators keep the handler, too
+(`activities/maintenance/kept_jobs.py`). A failure whose handler this runner does not have stays
+noted for one that has it, and holds up no other.
 """
 
-from typing import Any
-
-import msgspec
 from berth_jobs.manifest import ManifestType
-from berth_jobs.options import JobDefaults, job_fields
+from berth_jobs.options import JobDefaults, JobFailureReport, handler_fields, handler_id
 
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import (
     FAILED_TTL_S,
+    FLEET_RESULT_TTL_S,
     MAX_ARGUMENTS_BYTES,
     Job,
+    JobFailed,
     read_result,
     read_signed_job,
 )
@@ -116,19 +116,15 @@ class FailureHandlers:
         self, kind: ManifestType, job: Job, failure: bytes, attempt: int, failed_at: int
     ) -> Job:
         result = read_result(failure)
-        about: dict[str, Any] = {
-            "job_id": job.job_id,
-            "type": job.name,
-            "code": result.failure.code if result.failure else "JOB_FAILED",
-            "detail": result.failure.detail if result.failure else "",
-            "attempt": attempt,
-            "arguments": job.args,
-        }
-        arguments = msgspec.json.encode(about)
-        if len(arguments) > MAX_ARGUMENTS_BYTES:
-            arguments = msgspec.json.encode({**about, "arguments": None})
-        fields = job_fields(kind, arguments, defaults=self._defaults)
-        # A handler's failure has no handler.
-        fields |= {"on_failed": "", "unique": "", "unique_for": 0.0}
-        suffix = f".failed.{failed_at}"
-        return Job(job_id=f"{job.job_id[: 128 - len(suffix)]}{suffix}", **fields)
+        report = JobFailureReport(
+            job_id=job.job_id,
+            type=job.name,
+            code=result.failure.code if result.failure else JobFailed.code,
+            detail=result.failure.detail if result.failure else "",
+            attempt=attempt,
+            arguments=job.args,
+        )
+        fields = handler_fields(kind, report, MAX_ARGUMENTS_BYTES, self._defaults)
+        if job.result_ttl >= FLEET_RESULT_TTL_S:  # it is kept, and so is its handler
+            fields["result_ttl"] = max(fields["result_ttl"], FLEET_RESULT_TTL_S)
+        return Job(job_id=handler_id(job.job_id, failed_at), **fields)

@@ -7,6 +7,9 @@ Nothing here trusts what the fork server says, because it holds the application'
 never signals a process by an id that the fork server named. It asks the fork server to signal a
 child, and kills the fork server if the child does not end. The children die with the fork server.
 Processes that they leave behind become children of the runner, which kills them.
+
+Where the runner may make cgroups, each child has one with a limit of memory. A child gets its first
+job once it is in there.
 """
 
 import binascii
@@ -25,7 +28,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
-from berth_jobs.manifest import BadManifest, ManifestType, read_manifest
+from berth_jobs.manifest import BadManifest, ManifestType, TypeOptions, read_manifest
 
 from worker_runtime.jobs.child_pool import (
     ChildPool,
@@ -51,6 +54,7 @@ from worker_runtime.jobs.own_types.control import (
     encode_control,
     read_from_server,
 )
+from worker_runtime.jobs.own_types.memory import ChildGroup, GroupEntry, JobGroups, open_job_groups
 from worker_runtime.jobs.protocol.messages import Job, UnknownJob
 from worker_runtime.jobs.types.job_registry import JobRegistry
 from worker_runtime.process import kernel
@@ -72,6 +76,8 @@ _SAME_KILL_S = 0.5
 _END_TIMEOUT_S = 10.0
 #: Seconds between two KILLs of a child whose end is not reported.
 _KILL_INTERVAL_S = 1.0
+#: Seconds between two tries to send a child what its socket had no room for.
+_SEND_INTERVAL_S = 0.01
 #: Children of async types that are kept though they run nothing.
 _MAX_IDLE_SHARED_CHILDREN = 8
 #: Jobs that a child of an async type runs before it is replaced.
@@ -138,9 +144,18 @@ class ServedChild(JobChild):
         capture: OutputCapture,
         uses: int,
         send_signal: Callable[["ServedChild", int], None],
+        *,
+        held_back: bool = False,
     ) -> None:
+        """`held_back`: it is to get a cgroup, and is sent nothing before it is in there."""
         super().__init__(number, link, capture, uses)
         self._send_signal = send_signal
+        #: Its cgroup, and the bytes that it may have there.
+        self.group: ChildGroup | None = None
+        self.memory_limit = 0
+        self._is_held_back = held_back
+        self._held_back: list[bytes] = []
+        self._has_sent = False
         #: Its process id, as the fork server says; 0 until then.
         self.process_id = 0
         #: KILLs that were asked for, and the time of the last one.
@@ -156,6 +171,39 @@ class ServedChild(JobChild):
     def kill(self, number: signal.Signals) -> None:
         """Has the child and all it has started signalled."""
         self._send_signal(self, number)
+
+    def send(self, packet: bytes) -> None:
+        if not self._is_held_back and not self._held_back:
+            super().send(packet)
+            self._has_sent = True
+        else:
+            self._held_back.append(packet)
+
+    def holds_packets(self) -> bool:
+        """Returns True if `send_held_back` has something to send."""
+        return not self._is_held_back and bool(self._held_back)
+
+    def send_held_back(self) -> None:
+        """Sends what came before the child was in its cgroup. Has to be called again while
+        `holds_packets`."""
+        self._is_held_back = False
+        while self._held_back:
+            try:
+                self.link.send(self._held_back[0])
+            except BlockingIOError:
+                return
+            except OSError:  # its end will be reported
+                self.uses = 0
+                self.note_unsent()
+                self._held_back.clear()
+                return
+            self._has_sent = True
+            del self._held_back[0]
+
+    def note_unsent(self) -> None:
+        """Notes that the child has ended before it was sent any of its jobs."""
+        if self._held_back and not self._has_sent:
+            self.not_forked = "it ended before it was given a job"
 
 
 class ForkServerPool(ChildPool):
@@ -192,6 +240,11 @@ class ForkServerPool(ChildPool):
         self._ended: list[tuple[JobChild, int]] = []
         self._shared: dict[str, list[ServedChild]] = {}
         self._baseline = 0
+        self._groups: JobGroups | None = None
+        #: False if groups cannot be made, or can no longer.
+        self._makes_groups = False
+        #: The limit of the last job's child: the next child begins with it.
+        self._usual_limit = TypeOptions().memory
         self._import_until = 0.0
         self._closed = False
         #: The jobs have the runner's user: it is not root,
@@ -203,6 +256,10 @@ class ForkServerPool(ChildPool):
     def open(self) -> None:
         """Starts the fork server and waits for its manifest. Raises `OwnTypesUnusable`."""
         kernel.adopt_orphans()
+        self._groups = open_job_groups(self.log)
+        if self._groups is not None:
+            self._makes_groups = True
+            self.selector.register(self._groups.fileno(), selectors.EVENT_READ, self._read_entries)
         self._start()
         while not self.ready:
             if self._control is None:
@@ -231,6 +288,8 @@ class ForkServerPool(ChildPool):
             self._kill_server("it does not answer")
             return
         for child in children:
+            if child.holds_packets():
+                child.send_held_back()
             if now > child.end_until:  # it is dead, or of no use; perhaps nobody can report that
                 child.end_until = now + _KILL_INTERVAL_S
                 child.kill(signal.SIGKILL)
@@ -241,8 +300,13 @@ class ForkServerPool(ChildPool):
             return self._backoff.seconds_until_due()
         if not self.ready:
             return max(0.0, self._import_until - now)
-        ends = [child.end_until for child in self._all.values() if isinstance(child, ServedChild)]
-        return max(0.0, min([now + _FORK_TIMEOUT_S, *ends]) - now)
+        due = now + _FORK_TIMEOUT_S
+        for child in self._all.values():
+            if isinstance(child, ServedChild):
+                due = min(due, child.end_until)
+                if child.holds_packets():
+                    due = min(due, now + _SEND_INTERVAL_S)
+        return max(0.0, due - now)
 
     def unwatch(self, child: JobChild) -> None:
         super().unwatch(child)
@@ -296,7 +360,7 @@ class ForkServerPool(ChildPool):
             application=self.own.application,
             modules=self.own.modules,
             path=self.own.path,
-            hidden=(*self.own.hidden, *(self.own.key_files if self._shares_user else ())),
+            hidden=(*self.own.hidden, *(self._hidden_from_our_user() if self._shares_user else ())),
             recycle=self.recycle,
         )
         self._send(start)
@@ -304,6 +368,12 @@ class ForkServerPool(ChildPool):
     def _environment(self) -> dict[str, str]:
         kept = {name: os.environ[name] for name in _INHERITED_VARIABLES if name in os.environ}
         return {**kept, "HOME": "/tmp", "PYTHONUNBUFFERED": "1", **self.own.environment}  # noqa: S108
+
+    def _hidden_from_our_user(self) -> list[str]:
+        """Returns what the file system does not keep jobs of the runner's user from: keys, and a
+        way out of a cgroup."""
+        groups = [] if self._groups is None else [str(self._groups.parent)]
+        return [*self.own.key_files, *groups]
 
     def _user(self) -> tuple[int | None, int | None]:
         """Returns user and group of the fork server; None for each if it has the runner's own."""
@@ -364,6 +434,7 @@ class ForkServerPool(ChildPool):
                 return
             if isinstance(message, ChildForked):
                 child.process_id = message.pid
+                self._begin(child)
             elif isinstance(message, ForkFailed):
                 child.not_forked = message.reason[:40] or "unknown"
                 self._end(child, 1)
@@ -421,7 +492,7 @@ class ForkServerPool(ChildPool):
     def take(self, job: Job) -> JobChild:
         kind = self.registry.type_of(job)
         if kind.options.concurrency == 1:
-            child = super().take(job)
+            child = self._take_limited(job, kind.options.memory)
             if isinstance(child, ServedChild):
                 child.running = 1
             return child
@@ -430,12 +501,32 @@ class ForkServerPool(ChildPool):
             if child.running < kind.options.concurrency and child.uses > 0:
                 child.running += 1
                 return child
-        taken = super().take(job)
+        taken = self._take_limited(job, kind.options.memory * kind.options.concurrency)
         if isinstance(taken, ServedChild):
             taken.shared_by = job.queued_type
             taken.uses, taken.running = _MAX_JOBS_PER_SHARED_CHILD, 1
             shared.append(taken)
         return taken
+
+    def _take_limited(self, job: Job, memory: int) -> JobChild:
+        """Returns a child that may have this many bytes. One that has more already, of former jobs,
+        takes no further job. Raises `NotForked`."""
+        while True:
+            child = super().take(job)
+            if not isinstance(child, ServedChild) or self._set_limit(child, memory):
+                return child
+            _retire(child)
+
+    def _set_limit(self, child: ServedChild, memory: int) -> bool:
+        """Returns False if the child has more in use."""
+        child.memory_limit = self._usual_limit = self._baseline + memory
+        if child.group is None or self._groups is None:
+            return True
+        try:
+            return self._groups.change(child.group, child.memory_limit)
+        except OSError as error:
+            self._lose_groups(error)
+            return True
 
     def give_back(self, child: JobChild) -> None:
         if not isinstance(child, ServedChild):
@@ -452,11 +543,19 @@ class ForkServerPool(ChildPool):
             and (child.uses <= 0 or len(idle) > _MAX_IDLE_SHARED_CHILDREN)
         ):
             shared.remove(child)
-            with contextlib.suppress(OSError):
-                child.link.shutdown(socket.SHUT_WR)  # it ends by itself
+            _retire(child)
+
+    def ran_out_of_memory(self, child: JobChild) -> bool:
+        if child.out_of_memory:
+            return True
+        if not isinstance(child, ServedChild) or child.group is None:
+            return False
+        return child.group.exceeded_limit()
 
     def exceeds_memory(self, run: JobRun) -> bool:
         child = run.child
+        if self.ran_out_of_memory(child):
+            return True
         if not isinstance(child, ServedChild) or not child.process_id or self._server is None:
             return False
         if _parent(child.process_id) != self._server.pid:
@@ -486,8 +585,14 @@ class ForkServerPool(ChildPool):
         kernel.kill_children(2.0)
         for child in list(self._all.values()):
             self.forget(child)
+            if isinstance(child, ServedChild) and child.group is not None:
+                child.group.close()
         self._all.clear()
         self._free.clear()
+        if self._groups is not None:
+            self.selector.unregister(self._groups.fileno())
+            self._groups.close()
+            self._groups = None
 
     def _fork(self) -> JobChild:
         if not self.ready:
@@ -501,9 +606,52 @@ class ForkServerPool(ChildPool):
                 runner_ends.pop_all()  # they stay open
         except OSError as error:
             raise NotForked(errno.errorcode.get(error.errno or 0, "")) from None
-        return self._watch(
-            ServedChild(number, near, OutputCapture(reader), self.recycle, self._signal)
+        capture = OutputCapture(reader)
+        child = ServedChild(
+            number, near, capture, self.recycle, self._signal, held_back=self._makes_groups
         )
+        child.memory_limit = self._usual_limit
+        return self._watch(child)
+
+    def _begin(self, child: ServedChild) -> None:
+        """Has a child that was forked put into a cgroup, before it is sent a job."""
+        if self._makes_groups and self._groups is not None and self._server is not None:
+            server = self._server.pid
+            self._groups.enter(child.pid, child.process_id, server, child.memory_limit)
+        else:
+            child.send_held_back()
+
+    def _read_entries(self) -> None:
+        if self._groups is not None:
+            for entry in self._groups.entries():
+                self._entered(self._groups, entry)
+
+    def _entered(self, groups: JobGroups, entry: GroupEntry) -> None:
+        if entry.is_foreign:
+            self._kill_server("it named a process that is not its child")
+            return
+        if entry.error is not None:
+            self._lose_groups(entry.error)
+        child = self._all.get(entry.number)
+        if not isinstance(child, ServedChild):  # it has ended
+            if entry.group is not None:
+                groups.end(entry.group)
+        elif entry.group is not None or entry.error is not None:
+            child.group = entry.group
+            if entry.group is not None:
+                try:
+                    groups.change(entry.group, child.memory_limit)  # a job has come meanwhile
+                except OSError as error:
+                    self._lose_groups(error)
+            child.send_held_back()
+
+    def _lose_groups(self, error: OSError) -> None:
+        """Limits further children by their resident size: somebody has removed the runner's folder,
+        or the host has too many groups."""
+        if self._makes_groups:
+            self._makes_groups = False
+            reason = errno.errorcode.get(error.errno or 0, "")
+            self.log.error("own_jobs_memory", limited_by="resident size", reason=reason)
 
     def _signal(self, child: ServedChild, number: int) -> None:
         if self._all.get(child.pid) is not child:
@@ -529,6 +677,12 @@ class ForkServerPool(ChildPool):
             self._free.remove(child)
         if child in self._shared.get(child.shared_by, ()):
             self._shared[child.shared_by].remove(child)
+        child.note_unsent()
+        if child.group is not None:
+            child.out_of_memory = self.ran_out_of_memory(child)
+            if self._groups is not None:
+                self._groups.end(child.group)
+            child.group = None
         self._ended.append((child, status))
 
     def _server_ended(self, status: int) -> None:
@@ -551,6 +705,13 @@ class ForkServerPool(ChildPool):
             if pid != server:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
+
+
+def _retire(child: ServedChild) -> None:
+    """Has a child end by itself, once the jobs that it has are done."""
+    child.uses = 0
+    with contextlib.suppress(OSError):
+        child.link.shutdown(socket.SHUT_WR)
 
 
 def _children_of(pid: int) -> set[int]:

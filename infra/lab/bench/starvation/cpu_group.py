@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.node.cgroup import LimitsUnavailable, MemoryGroup, delegate, own_group
+from worker_runtime.process.cgroup import LimitsUnavailable, MemoryGroup, delegate, own_group
 
 #: Microseconds; the kernel's usual period of a quota.
 _QUOTA_PERIOD_US = 100_000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +25,9 @@ from infra.vault.secret_versions import add_version, drop_before
 from tests.support.activities.harness import SECRET, ActivityHarness
 from tests.support.workers.pool_worker import POOL, ScriptedPoolWorker
 from worker_runtime.protocol import keys
+from worker_runtime.protocol.broker_record import AddressLimits, Plugin
 from worker_runtime.protocol.errors import LoginLimited
+from worker_runtime.protocol.installed_brokers import installed_brokers
 from worker_runtime.protocol.messages import AccountLogin, Claim, Credentials
 from workflows.user_worker.messages import ReloadRequest, WorkerRef
 
@@ -67,9 +70,14 @@ async def matches(harness: ActivityHarness) -> list[PersonMatch]:
 
 
 def behind_address(
-    harness: ActivityHarness, address: str = "192.0.2.1", persons: int = 10
+    harness: ActivityHarness,
+    address: str = "192.0.2.1",
+    persons: int = 10,
+    brokers: Mapping[str, Plugin] | None = None,
 ) -> ActivityHarness:
-    planner = BudgetPlanner(harness.database, harness.keys, address, persons)
+    planner = BudgetPlanner(
+        harness.database, harness.keys, address, persons, brokers or installed_brokers()
+    )
     sealer = AssignmentSealer(harness.ring, harness.keys, harness.secrets, planner)
     other = replace(harness)
     other.claiming = ClaimActivities(harness.client, harness.database, sealer)
@@ -354,6 +362,46 @@ async def test_a_share_of_an_address_has_room_for_a_login_and_its_listing(
         user = await harness.user()
         claim, _ = await sealed_claim(behind_address(harness, persons=1), user, f"c{number}")
     assert claim.accounts[0].address_share == int(1000 * MIN_ADDRESS_SHARE)
+
+
+def with_limits_of_an_address(**limits: int) -> dict[str, Plugin]:
+    """The brokers, if the paper exchange's record had these limits of an address."""
+    brokers = dict(installed_brokers())
+    record = brokers["paper"].record
+    of_all = msgspec.structs.replace(record.limits, address=AddressLimits(**limits))
+    changed = msgspec.structs.replace(record, limits=of_all)
+    return brokers | {"paper": brokers["paper"]._replace(record=changed)}
+
+
+@pytest.mark.parametrize(
+    ("address", "persons", "share", "shares"),
+    [
+        # Two users: each may make half of the calls, and no more than a person does.
+        ("", 0, 1000, {"orders": 300, "logins": 1000, "connections": 200}),
+        ("192.0.2.1", 0, 1000, {"orders": 300, "logins": 1000, "connections": 200}),
+        # An operator knows better.
+        ("192.0.2.1", 1, 500, {}),
+    ],
+)
+async def test_the_record_says_how_much_an_address_may_do_unless_an_operator_does(
+    harness: ActivityHarness, address: str, persons: int, share: int, shares: dict[str, int]
+) -> None:
+    brokers = with_limits_of_an_address(orders_per_10s=150, logins_per_day=9000, connections=1)
+    for number in range(2):
+        user = await harness.user()
+        limited = behind_address(harness, address, persons, brokers)
+        claim, _ = await sealed_claim(limited, user, f"c{number}")
+    account = claim.accounts[0]
+    assert len(account.address_budgets) == 1
+    assert (account.address_share, account.address_shares) == (share, shares)
+    assert account.address_budgets[0] not in account.budgets
+
+
+async def test_calls_are_counted_by_person_only_where_nobody_limits_an_address(
+    harness: ActivityHarness,
+) -> None:
+    claim, _ = await sealed_claim(behind_address(harness, "", 0), await harness.user(), "c0")
+    assert (claim.accounts[0].address_budgets, claim.accounts[0].address_shares) == ([], {})
 
 
 async def test_a_user_whose_logins_are_rejected_stores_no_more_credentials_for_a_while(

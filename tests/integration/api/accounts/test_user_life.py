@@ -103,7 +103,7 @@ async def test_a_user_is_disabled_also_while_nobody_can_end_its_worker(api: Serv
     async with api.client(api.admin_key) as admin:
         answer = await admin.post(f"/users/{api.user}/disable")
         assert (answer.status_code, answer.json()["code"]) == (503, "TEMPORAL_UNAVAILABLE")
-        assert "the user is disabled" in answer.json()["detail"]
+        assert "The user is disabled" in answer.json()["detail"]
         shown = (await admin.get(f"/users/{api.user}")).json()
         assert shown["disabled_at"] is not None
         assert await refused(admin, "POST", "/users/nobody/disable") == (404, "USER_NOT_FOUND")

@@ -57,7 +57,7 @@ class Cli:
 
 def test_an_empty_name_does_not_mean_the_fleet(cli: Cli) -> None:
     for words in (["suspend"], ["requeue", "--all"], ["worker"]):
-        assert "names nobody" in cli.text(*words, "--user", "", code=2)
+        assert "the name is empty" in cli.text(*words, "--user", "", code=2)
 
 
 @contextmanager

@@ -87,10 +87,13 @@ class GrantingValkey(Valkey):
     def __init__(self, delay: float = 0.0) -> None:
         super().__init__("redis://127.0.0.1:1/0")
         self.calls: list[Argument] = []
+        #: Names of the keys, with the arguments.
+        self.asked: list[tuple[str, list[Argument]]] = []
         self.delay = delay
 
     def run(self, script: Script, key_names: Sequence[str], args: Sequence[Argument]) -> Any:
         self.calls.append(args[0])
+        self.asked.append((key_names[0], list(args)))
         asked = time.monotonic()
         while time.monotonic() - asked < self.delay:
             time.sleep(0.01)
@@ -144,3 +147,55 @@ def test_an_order_is_asked_for_once_for_the_person_and_once_for_the_address() ->
     client = GrantingValkey()
     spend_orders(client, 1, egress=("address",))
     assert len(client.calls) == 2
+
+
+def behind_address(
+    client: GrantingValkey, **shares: int
+) -> tuple[SharedRateLimiter, OpenedAccount]:
+    """A limiter, and an account that counts for a person and for its user's share of an address."""
+    config = WorkerConfig(
+        worker_id="w", pool="p", valkey_url="", launch_token=b"", orchestrator_keys=()
+    )
+    account = OpenedAccount(
+        ConnectionKey("paper", "stock", True, "a1"),
+        1,
+        Credentials(api_key="k", secret_key="s"),
+        ["person"],
+        address_budgets=["address"],
+        address_share=2000,
+        address_shares=shares,
+    )
+    return SharedRateLimiter(client, config, SharedState(), Log("CRITICAL")), account
+
+
+def test_a_share_of_an_address_has_a_size_of_its_own_for_each_kind_of_call() -> None:
+    client = GrantingValkey()
+    limiter, account = behind_address(client, orders=500)
+    limiter.spend(account, CallKind.QUERY, lambda: 1.0)
+    (_, of_person), (_, of_address) = client.asked
+    # Of 25 queries and 250 orders nine tenths: the address takes two persons' queries, and half a
+    # person's orders.
+    assert [of_person[index] for index in (6, 10)] == [22, 225]
+    assert [of_address[index] for index in (6, 10)] == [45, 112]
+
+
+@pytest.mark.parametrize(
+    ("shares", "asked"),
+    [
+        ({"orders": 500}, [("person", 5)]),
+        ({"connections": 400}, [("person", 5), ("address", 2)]),
+        ({"connections": 100}, [("person", 5), ("address", 1)]),
+    ],
+)
+def test_connections_are_counted_by_address_where_the_broker_limits_them(
+    shares: dict[str, int], asked: list[tuple[str, int]]
+) -> None:
+    client = GrantingValkey()
+    limiter, account = behind_address(client, **shares)
+    limiter.connect(account, lambda: 1.0)
+    connections = [
+        (name.split(":")[2].strip("{}"), args[3])
+        for name, args in client.asked
+        if args[0] == f"{SharedState().user_id}/a1/1"
+    ]
+    assert connections == asked

@@ -20,6 +20,7 @@ import msgspec
 from berth_jobs import RetryLater, context, job
 
 IMPORTED_IN = os.getpid()
+KEPT: list[bytes] = []
 
 
 class Line(msgspec.Struct):
@@ -205,6 +206,26 @@ def grow(mebibytes: int, where: str = "here") -> int:
     if mebibytes > 64:
         time.sleep(20)
     return len(grown)
+
+
+@job(memory=64 * 1024 * 1024)
+def leap(mebibytes: int, where: str = "here") -> int:
+    """Takes memory in one jump, at the speed of C."""
+    code = f"b'1' * ({mebibytes} << 20)"
+    if where == "here":
+        return len(b"1" * (mebibytes << 20))
+    done = subprocess.run([sys.executable, "-c", code], check=where == "process")
+    return done.returncode
+
+
+@job(memory=256 * 1024 * 1024)
+def leap_further(mebibytes: int, ledger: str = "", until: str = "") -> int:
+    """May take more than `leap`, and keeps it in its process."""
+    KEPT.append(b"1" * (mebibytes << 20))
+    if ledger:
+        write(ledger, f"{os.getpid()}")
+    wait_for(until)
+    return os.getpid()
 
 
 @job(memory=32 * 1024 * 1024, concurrency=10, idempotent=True, backoff=0.05)
