@@ -71,6 +71,7 @@ BUSY = (
     "e2e-idle-race",
     "tests/integration/local/test_damage.py",
     "tests/integration/local/test_other_accounts.py",
+    "tests/integration/local/test_shells.py",
 )
 #: The order of the others, the longest first: by path, or all of a folder (with a slash at its
 #: end). The rest comes afterwards.

@@ -45,9 +45,9 @@ class SlowHarbour:
         time.sleep(0.3)  # most of the time an order is in flight
         return self._place(account, terms)
 
-    def log_in(self, *who: str) -> Any:
+    def log_in(self, account: str, api_key: str, secret_key: str) -> Any:
         time.sleep(0.5)  # orders come meanwhile
-        opened = self._log_in(*who)
+        opened = self._log_in(account, api_key, secret_key)
         self.logins += 1
         return opened
 
@@ -150,7 +150,7 @@ def test_orders_in_flight_while_sessions_are_renewed_are_neither_lost_nor_double
 
     # The order that rested in the first session is seen and reached by the last one.
     path = f"/v1/orders/{resting}"
-    cancelled = system.call("POST", f"{path}/cancel", trader.api_key, json={}, params={"wait": 30})
+    cancelled = system.call("POST", f"{path}/cancel", trader.api_key, json={"request_id": "x"})
     assert cancelled.is_success, cancelled.text
     until(
         lambda: system.call("GET", path, trader.api_key).json()["state"] == "cancelled",

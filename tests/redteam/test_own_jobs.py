@@ -30,6 +30,7 @@ from worker_runtime.jobs.own_types.config import OwnTypesConfig
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import Job, read_signed_result
+from worker_runtime.process.cgroup import LimitsUnavailable, group_for_groups
 from worker_runtime.process.landlock import landlock_version
 from worker_runtime.process.valkey import Valkey
 from worker_runtime.protocol.authentication import MessageKey
@@ -197,6 +198,21 @@ def test_a_hostile_job_gets_nothing_but_its_own(attacked: AttackedRunner) -> Non
         assert any(line.startswith(f"{attack} {runner}:") for line in refused)
     (attacked.folder / "gate").touch()
     assert [attacked.value(job_id) for job_id in others] == [len(card), len(attacked.secret)]
+
+
+def test_a_hostile_job_does_not_leave_its_cgroup(attacked: AttackedRunner) -> None:
+    try:
+        _, group = group_for_groups()
+    except LimitsUnavailable:
+        group = Path("/sys/fs/cgroup")  # the job has none, and makes none
+    other = attacked.add("hold", secret_argument="x", until=str(attacked.folder / "gate"))
+    attacked.runs(other)
+    folders = [group, group.parent, *(path for path in group.glob("berth-jobs-*/**/"))]
+    [limited] = attacked.process.logged("own_jobs_memory")
+    assert limited["limited_by"] == "resident size" or Path(limited["folder"]) in folders
+    assert attacked.value(attacked.add("leave_cgroup", folders=list(map(str, folders)))) == []
+    (attacked.folder / "gate").touch()
+    assert attacked.value(other) == 1
 
 
 def test_a_hostile_job_ends_and_deceives_nobody(attacked: AttackedRunner) -> None:

@@ -374,7 +374,7 @@ class JobExecutor:
         runs = self._runs.runs_in(child)
         for run in runs:
             self._runs.remove(run)
-            if child.not_forked:
+            if child.not_forked and not run.kill_reason:
                 self._refuse(run.claimed, run.job, NotForked(child.not_forked))
                 continue
             how = (

@@ -162,3 +162,25 @@ def kill_everything() -> list[int]:
             except OSError:
                 continue
     return killed
+
+
+@job
+def leave_cgroup(folders: list[str]) -> list[str]:
+    """Moves itself into these cgroups, changes their limits, and makes others below them."""
+    got = []
+    for folder in folders:
+        for name, text in (
+            ("cgroup.procs", str(os.getpid())),
+            ("tasks", str(os.getpid())),
+            ("memory.limit_in_bytes", "-1"),
+            ("memory.max", "max"),
+            ("own/cgroup.procs", str(os.getpid())),
+        ):
+            path = Path(folder, name)
+            try:
+                path.parent.mkdir(exist_ok=True)
+                path.write_text(text)
+                got.append(str(path))
+            except OSError:
+                continue
+    return got

@@ -125,8 +125,16 @@ class JobGroups:
 
     @property
     def parent(self) -> Path:
-        """The group in which the runner's folder lies. No job may write below it."""
+        """The group in which the runner's folder lies."""
         return self._groups.folder.parent
+
+    @property
+    def hierarchy(self) -> Path:
+        """The folder of all groups. A job that writes there could leave its own."""
+        folder = self.parent
+        while (folder.parent / "cgroup.procs").exists():
+            folder = folder.parent
+        return folder
 
     def fileno(self) -> int:
         """Returns a descriptor that is readable when there are `entries`."""

@@ -372,7 +372,7 @@ class ForkServerPool(ChildPool):
     def _hidden_from_our_user(self) -> list[str]:
         """Returns what the file system does not keep jobs of the runner's user from: keys, and a
         way out of a cgroup."""
-        groups = [] if self._groups is None else [str(self._groups.parent)]
+        groups = [] if self._groups is None else [str(self._groups.hierarchy)]
         return [*self.own.key_files, *groups]
 
     def _user(self) -> tuple[int | None, int | None]:
