@@ -783,18 +783,24 @@ class QuotaWatcher:
             starts = range(0, len(ids), CLIENTS_PER_PART)
             parts = [["ID", *ids[start : start + CLIENTS_PER_PART]] for start in starts]
         lines: list[bytes] = []
-        for words in parts:
-            reply = await reply_of(self.client.execute_command("CLIENT", "LIST", *words))  # type: ignore[no-untyped-call]
-            for line in bytes(reply).splitlines():
-                if len(line) <= MAX_CLIENT_LINE_BYTES:
-                    lines.append(line)
-                    continue
-                user = line.rpartition(b" user=")[2].partition(b" ")[0]
-                if _is_ours(user):
-                    reason = f"gives a connection a name of {len(line)} bytes"
-                    await self._cut_off(text_of(user), reason)
+        async with self.client.client() as reader:
+            # A part with long names is large: the server would end this client first when all of
+            # them together hold too much.
+            await reply_of(reader.execute_command("CLIENT", "NO-EVICT", "ON"))  # type: ignore[no-untyped-call]
+            for words in parts:
+                reply = await reply_of(reader.execute_command("CLIENT", "LIST", *words))  # type: ignore[no-untyped-call]
+                lines += await self._without_long_names(bytes(reply).splitlines())
         self._newest_id = max(newest, *(int(line[3:].partition(b" ")[0]) for line in lines))
         return b"\n".join(lines)
+
+    async def _without_long_names(self, part: list[bytes]) -> list[bytes]:
+        """Returns the lines of usual length; cuts off the users of the others."""
+        for line in part:
+            user = line.rpartition(b" user=")[2].partition(b" ")[0]
+            if len(line) > MAX_CLIENT_LINE_BYTES and _is_ours(user):
+                reason = f"gives a connection a name of {len(line)} bytes"
+                await self._cut_off(text_of(user), reason)
+        return [line for line in part if len(line) <= MAX_CLIENT_LINE_BYTES]
 
     async def _cut_off(self, user: str, reason: str) -> None:
         if user.startswith(FLEET_PREFIX):
