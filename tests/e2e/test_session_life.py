@@ -45,9 +45,9 @@ class SlowHarbour:
         time.sleep(0.3)  # most of the time an order is in flight
         return self._place(account, terms)
 
-    def log_in(self, *who: str) -> Any:
+    def log_in(self, account: str, api_key: str, secret_key: str) -> Any:
         time.sleep(0.5)  # orders come meanwhile
-        opened = self._log_in(*who)
+        opened = self._log_in(account, api_key, secret_key)
         self.logins += 1
         return opened
 
