@@ -163,8 +163,11 @@ async def search_from_new_connections(
             await other.ping()  # no more of them at once than the server carries out
 
 
-@pytest.mark.parametrize("is_reset", [False, True], ids=["answered", "reset"])
-@pytest.mark.parametrize("entry_bytes", [QUICK, SLOW], ids=["quick", "slow"])
+@pytest.mark.parametrize(
+    ("entry_bytes", "is_reset"),
+    [(QUICK, True), (SLOW, True), (SLOW, False)],
+    ids=["quick-reset", "slow-reset", "slow-answered"],
+)
 async def test_a_worker_that_keeps_valkey_busy_from_a_new_connection_each_time_is_cut_off(
     fleet: WatchedFleet, valkey_server: ValkeyServer, entry_bytes: int, is_reset: bool
 ) -> None:

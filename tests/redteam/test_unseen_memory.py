@@ -1,5 +1,5 @@
 """A worker makes Valkey keep what is in no name, and hardly in its account of a client: channels,
-names that it waits for, names of connections, and names that were refused."""
+names that it waits for, and names that were refused."""
 
 from __future__ import annotations
 
@@ -85,19 +85,11 @@ async def many_names_to_wait_for(login: RawLogin, user: str) -> None:
         await writer.drain()
 
 
-async def long_names_of_connections(login: RawLogin, user: str) -> None:
-    while True:
-        writer = await login.open()
-        writer.write(encoded("HELLO", "2", "SETNAME", "x" * 1_000_000))
-        await writer.drain()
-
-
 @pytest.mark.parametrize(
     ("attack", "reason"),
     [
         (many_channels, "channels"),
         (many_names_to_wait_for, "bytes of names"),
-        (long_names_of_connections, "connection a name of"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
