@@ -88,7 +88,7 @@ class WorkerCutOff:
             return await self.cut_off(Offender(worker_id=name), reason)
         # A budget. An operator may have linked several users to one person, who share it: nobody
         # can tell which of their workers made it too large.
-        workers = await self.users.workers_with_budget(name) if self.users else []
+        workers = (await self.users.workers_with_budgets([name]))[name] if self.users else []
         begun = [
             await self.cut_off(Offender(worker_id=worker_id, budget=name), reason)
             for worker_id in workers

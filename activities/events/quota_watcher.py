@@ -9,12 +9,15 @@ One orchestrator watches at a time. It counts by itself and trusts no figure tha
   When memory or names grow fast, the watcher walks over all names at once. It cuts off a worker as
   soon as the walk has counted more than its quota: the more the worker holds, the sooner that is.
 - *Connections and traffic.* The watcher reads the list of clients only while there are unusually
-  many, or much is sent.
+  many, much is sent, or memory changes. The list also shows what the server keeps for a client and
+  does not account to it: its channels, the names that it waits for, and its own name.
 - *Time.* Valkey does not say which user its processor time goes to. It notes commands of 1 ms and
   more. So while Valkey's thread is busy for more than half of the time, the watcher cuts off a
   worker whose slow commands fill half of the time, or which sends more than half of all commands
   and can have filled half of the time, in two checks in a row. (A machine that is short of
-  processors makes commands slow, but does not make the thread busy.)
+  processors makes commands slow, but does not make the thread busy.) A connection that has ended is
+  in no list of clients. The key of its command says whose it was, since a worker reaches its own
+  keys only. While there are such connections, Valkey notes all commands.
 
 All runners of a fleet count as one. Services write under a fleet's names, too, and a busy fleet
 sends much. So the watcher cuts off a fleet for other reasons: it sends far more than results need,
@@ -26,13 +29,13 @@ import asyncio
 import math
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 import structlog
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from activities.events.cut_off import Offender, WorkerCutOff
@@ -42,10 +45,10 @@ from infra.database.locks import MAX_SILENCE_S, lead, send_sign_of_life
 from infra.process_metrics import LARGEST_SHARE
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of, text_of
-from infra.valkey.job_login import FLEET_PREFIX
-from infra.valkey.job_users import JobUsers
+from infra.valkey.job_login import FLEET_PREFIX, user_of_jobs
+from infra.valkey.job_users import JOB_COMMANDS, JobUsers
 from infra.valkey.memory import MemoryUse
-from worker_runtime.protocol import scripts
+from worker_runtime.protocol import keys, scripts
 
 #: Names the lock of this loop among PostgreSQL's advisory locks.
 LOCK_ID: Final = 0x626572746A
@@ -55,6 +58,12 @@ MAX_BYTES: Final = 64 * 1024 * 1024
 MAX_NAMES: Final = 20_000
 #: Connections that a worker may have; it needs four.
 MAX_CONNECTIONS: Final = 64
+#: Channels that a worker may have subscribed to; it needs one for each answer that a job waits for.
+#: Each takes 200 bytes, of which the server accounts a sixteenth to the client.
+MAX_SUBSCRIPTIONS: Final = 1_000
+#: Bytes of the commands that a worker's connections wait in (`BLPOP`): a waiting one has three
+#: names. The server keeps up to 30 times as many bytes for them, and does not account for these.
+MAX_BLOCKED_BYTES: Final = 65_536
 #: Bytes a second that a worker may send and get over `RATE_SPAN_S` seconds. At 100 orders a second
 #: it is 0.5 MB.
 MAX_BYTES_PER_S: Final = 16 * 1024 * 1024
@@ -66,12 +75,13 @@ BUSY_SHARE: Final = 0.5
 #: Seconds from which on the server notes a command as slow (`slowlog-log-slower-than`): each of the
 #: others takes less.
 SLOW_COMMAND_S: Final = 0.001
-#: Slow commands that are read at once.
-MAX_SLOW_COMMANDS_PER_READ: Final = 512
+#: Noted commands that are read at once: all that the server keeps (`slowlog-max-len`).
+MAX_SLOW_COMMANDS_PER_READ: Final = 1_024
 #: Connections that all runners of one fleet may have; a runner has about five. Bytes a second that
 #: they may send over `RATE_SPAN_S` seconds; the results of thousands of jobs are 2 MB.
 MAX_FLEET_CONNECTIONS: Final = 1_024
 MAX_FLEET_BYTES_PER_S: Final = 32 * 1024 * 1024
+MAX_FLEET_BLOCKED_BYTES: Final = 1024 * 1024
 #: The share of `maxmemory` by which a fleet may make memory grow; in bytes for a server without a
 #: maximum.
 MAX_FLEET_GROWTH_SHARE: Final = 0.25
@@ -101,6 +111,14 @@ HURRY_GROWTH_NAMES: Final = MAX_NAMES // 4
 #: reads the list of clients.
 MIN_NEW_CONNECTIONS: Final = 200
 BUSY_BYTES_PER_S: Final = 8 * 1024 * 1024
+#: Connections whose lines are read at once, and bytes of a line beyond which its connection has a
+#: name that is too long: one of ours has none, and a line of 400 bytes.
+CLIENTS_PER_PART: Final = 32
+MAX_CLIENT_LINE_BYTES: Final = 2_048
+#: Ids that the server may give to clients of its own between two reads.
+MAX_CLIENTS_OF_SERVER: Final = 16
+#: Bytes of the errors that wait for operators; a thousand of ours are 1 MB.
+MAX_ERRORS_BYTES: Final = 16 * 1024 * 1024
 #: Seconds until a process that lost the lock tries to get it again.
 RETRY_INTERVAL_S: Final = 1.0
 
@@ -117,6 +135,8 @@ class Totals(NamedTuple):
     traffic: float
     #: Seconds that the server's thread has worked.
     worked: float
+    #: Connections that were made since the server's start.
+    made: int = 0
 
 
 class KeyspaceUse(NamedTuple):
@@ -219,9 +239,13 @@ def _tag_of(writer: str) -> str:
 _WORKER_PREFIXES = tuple(prefix.encode() for prefix in (COLD_PREFIX, POOL_PREFIX))
 _FLEET_PREFIX = FLEET_PREFIX.encode()
 _CLIENT = re.compile(
-    rb"^id=(\d+) addr=(\S+) .*? user=(\S+) .*?\btot-net-in=(\d+) tot-net-out=(\d+) tot-cmds=(\d+)",
+    rb"^id=(\d+) addr=(\S+) (.*?) user=(\S+) "
+    rb".*?\btot-net-in=(\d+) tot-net-out=(\d+) tot-cmds=(\d+)",
     re.MULTILINE,
 )
+#: Channels of a client, and bytes of the command that it waits in.
+_SUBSCRIPTIONS = re.compile(rb" sub=(\d+)")
+_BLOCKED = re.compile(rb" flags=\w*b\w* .* argv-mem=(\d+)")
 
 
 class ClientTotals(NamedTuple):
@@ -231,6 +255,16 @@ class ClientTotals(NamedTuple):
     sent: int = 0
     received: int = 0
     commands: int = 0
+    #: What it has now: channels, and bytes of the names in the command that it waits in.
+    subscriptions: int = 0
+    blocked: int = 0
+
+    @classmethod
+    def of(cls, state: bytes, sent: bytes, received: bytes, commands: bytes) -> Self:
+        """Reads fields of CLIENT LIST; `state`: those that stand before the user."""
+        matches = _SUBSCRIPTIONS.search(state), _BLOCKED.search(state)
+        held = (int(match[1]) if match else 0 for match in matches)
+        return cls(int(sent), int(received), int(commands), *held)
 
 
 class SlowTime(NamedTuple):
@@ -238,6 +272,50 @@ class SlowTime(NamedTuple):
 
     seconds: float = 0.0
     commands: int = 0
+
+    def plus(self, seconds: float, commands: int = 1) -> Self:
+        return self._replace(seconds=self.seconds + seconds, commands=self.commands + commands)
+
+
+class NotedCommand(NamedTuple):
+    """A command that the server noted because of the time that it took."""
+
+    seconds: float
+    #: The client's; empty if its connection ended first.
+    address: bytes
+    #: Its first key; empty if it has none.
+    key: bytes
+
+    @property
+    def is_slow(self) -> bool:
+        return self.seconds >= SLOW_COMMAND_S
+
+    @classmethod
+    def of(cls, entry: Sequence[Any]) -> Self:
+        """Reads an entry of SLOWLOG GET. Only a word that the server has checked as a key against
+        the user's rights is one."""
+        _, _, microseconds, words, address, *_ = entry
+        command = bytes(words[0]).lower()
+        at = _FIRST_KEY.get(command, 0)
+        if command == b"evalsha" and not _is_positive(words[2]):
+            at = 0
+        key = bytes(words[at]) if 0 < at < len(words) else b""
+        return cls(int(microseconds) / 1e6, bytes(address), key)
+
+
+#: Where the first key of a command stands that a worker or a fleet may call.
+_FIRST_KEY: Final = {
+    b"evalsha": 3,
+    **{
+        name.encode(): 1
+        for name in JOB_COMMANDS
+        if name not in ("ping", "time", "select", "info|server", "publish", "evalsha")
+    },
+}
+
+
+def _is_positive(number: bytes) -> bool:
+    return number.isdigit() and int(number) > 0
 
 
 @dataclass
@@ -249,9 +327,15 @@ class UserActivity:
     sent: int = 0
     traffic: int = 0
     commands: int = 0
-    #: Seconds that commands of 1 ms and more took, and their number.
+    #: Seconds that commands of 1 ms and more took, and their number; of connections that have
+    #: ended, all commands that the server noted.
     slow: float = 0.0
     slow_commands: int = 0
+    #: Of these seconds, those of connections that have ended.
+    ended: float = 0.0
+    #: As in `ClientTotals`.
+    subscriptions: int = 0
+    blocked: int = 0
 
     def longest(self, span: float, all_slow: float) -> float:
         """Returns the seconds of `span` that its commands can have taken at most.
@@ -265,16 +349,29 @@ class UserActivity:
     def add(self, before: ClientTotals, now: ClientTotals, slow: SlowTime) -> None:
         """Adds what one connection did since the read before."""
         self.connections += 1
+        self.subscriptions += now.subscriptions
+        self.blocked += now.blocked
         self.sent += now.sent - before.sent
         self.traffic += now.sent + now.received - before.sent - before.received
         self.commands += now.commands - before.commands
         self.slow += slow.seconds
         self.slow_commands += slow.commands
 
+    def add_ended(self, spent: SlowTime) -> None:
+        """Adds what connections did that came and ended since the read before."""
+        self.commands += spent.commands
+        self.slow += spent.seconds
+        self.slow_commands += spent.commands
+        self.ended += spent.seconds
+
     def excess(self, span: float, *, is_fleet: bool) -> str:
         """Returns which quota this exceeds in `span` seconds; '' if none."""
         if self.connections > (MAX_FLEET_CONNECTIONS if is_fleet else MAX_CONNECTIONS):
             return f"has {self.connections} connections"
+        if self.subscriptions > MAX_SUBSCRIPTIONS:
+            return f"has subscribed to {self.subscriptions} channels"
+        if self.blocked > (MAX_FLEET_BLOCKED_BYTES if is_fleet else MAX_BLOCKED_BYTES):
+            return f"waits for {self.blocked} bytes of names"
         if not is_fleet and self.traffic > MAX_BYTES_PER_S * span:
             return f"sends and gets {self.traffic / span / 1e6:.0f} MB a second"
         return ""
@@ -292,7 +389,12 @@ class UserActivity:
         A fleet with much to do sends most of all commands, so only its slow ones count.
         """
         if self.slow > BUSY_SHARE * span:
-            return f"keeps Valkey busy for {self.slow / span:.0%} of the time by slow commands"
+            where = (
+                "from connections that it ends"
+                if self.ended > self.slow / 2
+                else "by slow commands"
+            )
+            return f"keeps Valkey busy for {self.slow / span:.0%} of the time {where}"
         sends_most = self.commands > BUSY_SHARE * all_commands
         can_be_the_cause = self.longest(span, all_slow) > BUSY_SHARE * span
         if not is_fleet and sends_most and can_be_the_cause:
@@ -330,10 +432,18 @@ class ClientCounts:
     #: By client id, at the last read; and when that was.
     _clients: dict[bytes, ClientTotals] = field(default_factory=dict)
     _read_at: float = -math.inf
+    #: The user of each address, and the connections that are new, at the last read.
+    _users: dict[bytes, bytes] = field(default_factory=dict)
+    new_connections: int = 0
     #: Bytes that the server used then; None before the first read.
     _used: int | None = None
     #: Workers of the last read, and all fleets that were ever connected.
     _watched: dict[str, ValkeyUserState] = field(default_factory=dict)
+
+    @property
+    def ids(self) -> list[int]:
+        """Returns the ids of the connections at the last read."""
+        return [int(client_id) for client_id in self._clients]
 
     @property
     def grown(self) -> dict[str, int]:
@@ -351,19 +461,23 @@ class ClientCounts:
         *,
         is_busy: bool = False,
         slow: Mapping[bytes, SlowTime] | None = None,
+        ended: Mapping[bytes, SlowTime] | None = None,
         used: int = 0,
     ) -> list[tuple[str, str]]:
         """Adds a reply of CLIENT LIST; returns the users beyond a quota, with the reason.
 
         `used`: bytes that the server uses. `is_busy`: its thread works for more than `BUSY_SHARE`
         of the time. `slow`: what slow commands took since the last read, by the client's address.
+        `ended`: what noted commands took whose connections have ended, by user.
         """
         activities = self._add_clients(listing, slow or {})
+        for login, spent in (ended or {}).items():
+            activities.setdefault(login, UserActivity()).add_ended(spent)
         span, self._read_at = now - self._read_at, now
         if not RATE_SPAN_S <= span < 10 * RATE_SPAN_S:
             span = math.inf  # nothing is known of the time since
         all_commands = sum(activity.commands for activity in activities.values())
-        all_slow = sum(time.seconds for time in (slow or {}).values())
+        all_slow = sum(spent.seconds for spent in (slow or {}).values())
         watched = {
             text_of(user): activity for user, activity in activities.items() if _is_ours(user)
         }
@@ -388,20 +502,47 @@ class ClientCounts:
         self._used = used
         return offenders
 
+    def find_ended(
+        self, listing: bytes, noted: Iterable[NotedCommand]
+    ) -> tuple[dict[bytes, SlowTime], list[NotedCommand]]:
+        """Returns what commands took whose connections have ended since the last read, by user; and
+        those whose connections also began since then, so that nobody has seen their user.
+
+        Of a fleet only slow ones count, as in `UserActivity.load`.
+        """
+        listed = _users_of(listing)
+        by_user: dict[bytes, SlowTime] = {}
+        unseen = []
+        for command in noted:
+            if command.address in listed:
+                continue
+            if user := self._users.get(command.address):
+                if command.is_slow or not user.startswith(_FLEET_PREFIX):
+                    by_user[user] = by_user.get(user, SlowTime()).plus(command.seconds)
+            else:
+                unseen.append(command)
+        return by_user, unseen
+
     def _add_clients(
         self, listing: bytes, slow: Mapping[bytes, SlowTime]
     ) -> dict[bytes, UserActivity]:
         """Returns what each user did since the last read."""
         clients: dict[bytes, ClientTotals] = {}
         activities: dict[bytes, UserActivity] = {}
-        for client_id, address, user, sent, received, commands in _CLIENT.findall(listing):
-            totals = ClientTotals(int(sent), int(received), int(commands))
+        self._users = _users_of(listing)
+        for client_id, address, state, user, *counts in _CLIENT.findall(listing):
+            totals = ClientTotals.of(state, *counts)
             before = self._clients.get(client_id, ClientTotals())
             clients[client_id] = totals
             activity = activities.setdefault(user, UserActivity())
             activity.add(before, totals, slow.get(address, SlowTime()))
+        self.new_connections = len(clients.keys() - self._clients.keys())
         self._clients = clients
         return activities
+
+
+def _users_of(listing: bytes) -> dict[bytes, bytes]:
+    return {address: user for _, address, _, user, *_ in _CLIENT.findall(listing)}
 
 
 def _is_ours(user: bytes) -> bool:
@@ -471,8 +612,14 @@ class QuotaWatcher:
         self._walk = NameWalk()
         self._clients = ClientCounts()
         self._load = ServerLoad()
-        #: The number of the last slow command that was read.
-        self._last_slow: int | None = None
+        #: The number of the last noted command that was read.
+        self._last_noted: int | None = None
+        #: Connections that the server had made at the last read of the list of clients.
+        self._made = 0
+        #: The id of the newest connection then, about; None before the first read.
+        self._newest_id: int | None = None
+        #: Seconds from which on the server notes a command; None before it was set.
+        self._noted_from: float | None = None
         #: The last attempt to read Valkey failed, and the log says so.
         self._is_unreadable = False
 
@@ -507,6 +654,8 @@ class QuotaWatcher:
         steps of the walk. Raises `RedisError`."""
         totals = await self._read_totals()
         now = time.monotonic()
+        if not self._load.is_busy:
+            await self._note_from(SLOW_COMMAND_S)
         if self._load.needs_list(now, totals, self.busy_share):
             await self._check_clients(now, totals)
         present = KeyspaceUse(totals.names, totals.memory.used)
@@ -528,8 +677,14 @@ class QuotaWatcher:
         worked = float(processor["used_cpu_user_main_thread"]) + float(
             processor["used_cpu_sys_main_thread"]
         )
-        connections = int(clients["connected_clients"])
-        return Totals(MemoryUse.of(memory), int(names), connections, rate * 1024, worked)
+        return Totals(
+            memory=MemoryUse.of(memory),
+            names=int(names),
+            connections=int(clients["connected_clients"]),
+            traffic=rate * 1024,
+            worked=worked,
+            made=int(stats["total_connections_received"]),
+        )
 
     # --- names ------------------------------------------------------------------------------------
 
@@ -569,7 +724,16 @@ class QuotaWatcher:
             return False
         walk.finish()
         LARGEST_SHARE.set(walk.largest_share)
+        await self._bound_errors()
         return True
+
+    async def _bound_errors(self) -> None:
+        """Deletes the errors that wait for operators if they are too large: every fleet appends to
+        them, and nobody can tell which one did."""
+        size = await self.client.memory_usage(keys.ERRORS, samples=0)
+        if size is not None and size > MAX_ERRORS_BYTES:
+            await self.client.unlink(keys.ERRORS)
+            log.error("error_reports_deleted", size=size, reason="a job runner has sent too many")
 
     # --- connections, traffic and time ------------------------------------------------------------
 
@@ -577,21 +741,72 @@ class QuotaWatcher:
         """Reads the list of clients and cuts off those beyond a quota."""
         self._load.note_asked(now)
         is_busy = self._load.is_busy
-        slow = await self._read_slow_commands() if is_busy else None
-        listing = await reply_of(self.client.execute_command("CLIENT", "LIST"))  # type: ignore[no-untyped-call]
+        noted, scale = await self._read_noted_commands() if is_busy else ([], 1.0)
+        listing = await self._list_clients(totals.made)
+        ended, unseen = self._clients.find_ended(listing, noted)
+        for name, spent in (await self._name_users(unseen, scale)).items():
+            ended[name] = ended.get(name, SlowTime()).plus(spent.seconds, spent.commands)
+        slow: dict[bytes, SlowTime] = {}
+        for command in noted:
+            if command.is_slow:
+                before = slow.get(command.address, SlowTime())
+                slow[command.address] = before.plus(command.seconds)
         for user, reason in self._clients.look(
-            now, listing, is_busy=is_busy, slow=slow, used=totals.memory.used
+            now, listing, is_busy=is_busy, slow=slow, ended=ended, used=totals.memory.used
         ):
-            if user.startswith(FLEET_PREFIX):
-                await self._cut_off_fleet(user, reason)
-            else:
-                await self.cutting.cut_off(Offender(worker_id=user), reason)
+            await self._cut_off(user, reason)
         limit = totals.memory.limit * MAX_FLEET_GROWTH_SHARE or MAX_FLEET_BYTES
         for user, grown in self._clients.grown.items():
             names, size = self._walk.held_by_fleet(user.removeprefix(FLEET_PREFIX))
             if grown > limit and (size > limit / 2 or names > MAX_FLEET_NAMES):
                 await self._cut_off_fleet(user, f"holds {names} names and {size} bytes or more")
         self._load.note_listed(totals)
+        have_ended = totals.made - self._made > self._clients.new_connections
+        self._made = totals.made
+        await self._note_from(0.0 if is_busy and have_ended else SLOW_COMMAND_S)
+
+    async def _list_clients(self, made: int) -> bytes:
+        """Returns what CLIENT LIST does, read in parts.
+
+        Anyone who has a login can give a connection a name of a megabyte (`HELLO`): a few hundred
+        make a list that is hard to read. A part with such names is not, and their user is cut off
+        before the next part is read.
+
+        `made`: connections that the server has made. Each has the next number as its id.
+        """
+        newest = 0
+        parts: list[list[object]] = [[]]
+        if self._newest_id is not None and made >= self._made:
+            newest = self._newest_id + made - self._made
+            new = range(self._newest_id + 1, newest + 1 + MAX_CLIENTS_OF_SERVER)
+            ids = [*self._clients.ids, *new]
+            starts = range(0, len(ids), CLIENTS_PER_PART)
+            parts = [["ID", *ids[start : start + CLIENTS_PER_PART]] for start in starts]
+        lines: list[bytes] = []
+        async with self.client.client() as reader:
+            # A part with long names is large: the server would end this client first when all of
+            # them together hold too much.
+            await reply_of(reader.execute_command("CLIENT", "NO-EVICT", "ON"))  # type: ignore[no-untyped-call]
+            for words in parts:
+                reply = await reply_of(reader.execute_command("CLIENT", "LIST", *words))  # type: ignore[no-untyped-call]
+                lines += await self._without_long_names(bytes(reply).splitlines())
+        self._newest_id = max(newest, *(int(line[3:].partition(b" ")[0]) for line in lines))
+        return b"\n".join(lines)
+
+    async def _without_long_names(self, part: list[bytes]) -> list[bytes]:
+        """Returns the lines of usual length; cuts off the users of the others."""
+        for line in part:
+            user = line.rpartition(b" user=")[2].partition(b" ")[0]
+            if len(line) > MAX_CLIENT_LINE_BYTES and _is_ours(user):
+                reason = f"gives a connection a name of {len(line)} bytes"
+                await self._cut_off(text_of(user), reason)
+        return [line for line in part if len(line) <= MAX_CLIENT_LINE_BYTES]
+
+    async def _cut_off(self, user: str, reason: str) -> None:
+        if user.startswith(FLEET_PREFIX):
+            await self._cut_off_fleet(user, reason)
+        else:
+            await self.cutting.cut_off(Offender(worker_id=user), reason)
 
     async def _cut_off_fleet(self, user: str, reason: str) -> None:
         """Raises `RedisError`; then what the fleet has grown by still counts at the next look."""
@@ -599,17 +814,60 @@ class QuotaWatcher:
             await self.job_users.cut_off(user.removeprefix(FLEET_PREFIX), reason)
         self._clients.forget_growth(user)
 
-    async def _read_slow_commands(self) -> dict[bytes, SlowTime]:
-        """Returns what slow commands took since the last call, by the client's address."""
-        entries = await self.client.slowlog_get(MAX_SLOW_COMMANDS_PER_READ)
-        last = self._last_slow
-        self._last_slow = max((int(entry["id"]) for entry in entries), default=0)
-        slow: dict[bytes, SlowTime] = {}
-        for entry in entries:
-            if last is not None and int(entry["id"]) > last:
-                address = bytes(entry["client_address"])
-                before = slow.get(address, SlowTime())
-                slow[address] = SlowTime(
-                    before.seconds + int(entry["duration"]) / 1e6, before.commands + 1
-                )
-        return slow
+    async def _note_from(self, seconds: float) -> None:
+        """Has the server note commands that take as long as this, or longer."""
+        if seconds != self._noted_from:
+            try:
+                await self.client.config_set("slowlog-log-slower-than", round(seconds * 1e6))
+            except ResponseError as error:  # the server notes what its own configuration says
+                log.warning("slow_log_not_set", reason=str(error)[:200])
+            self._noted_from = seconds
+
+    async def _read_noted_commands(self) -> tuple[list[NotedCommand], float]:
+        """Returns commands that the server has noted since the last call: the newest, and how many
+        times as many there were."""
+        entries = await reply_of(
+            self.client.execute_command("SLOWLOG", "GET", MAX_SLOW_COMMANDS_PER_READ)  # type: ignore[no-untyped-call]
+        )
+        last = self._last_noted
+        self._last_noted = max((int(entry[0]) for entry in entries), default=0)
+        if last is None:
+            return [], 1.0
+        noted = [NotedCommand.of(entry) for entry in entries if int(entry[0]) > last]
+        return noted, max(1.0, (self._last_noted - last) / len(noted)) if noted else 1.0
+
+    async def _name_users(
+        self, commands: Sequence[NotedCommand], scale: float
+    ) -> dict[bytes, SlowTime]:
+        """Returns what these commands took, `scale` times, by the user that reaches their keys.
+
+        Of a fleet only slow ones count, as in `UserActivity.load`. Whoever shares a budget of
+        linked users counts for it, as in `WorkerCutOff.cut_off_writer`.
+        """
+        keyed = [command for command in commands if command.key]
+        if not keyed:
+            return {}
+        words = [command.key for command in keyed]
+        logins = await valkey.run_script(self.client, scripts.NAME_USERS, [], words)
+        spent_by: dict[tuple[str, str], SlowTime] = {}
+        for login, command in zip(logins, keyed, strict=True):
+            kind, _, name = text_of(login).partition(" ")
+            if command.is_slow or kind != "fleet":
+                spent = spent_by.get((kind, name), SlowTime())
+                spent_by[kind, name] = spent.plus(command.seconds * scale)
+        budgets = [name for kind, name in spent_by if kind == "budget"]
+        sharers = (
+            await self.cutting.users.workers_with_budgets(budgets)
+            if budgets and self.cutting.users
+            else {}
+        )
+        users: dict[bytes, SlowTime] = {}
+        for (kind, name), spent in spent_by.items():
+            for user in {
+                "worker": [name],
+                "fleet": [user_of_jobs(name)],
+                "budget": sharers.get(name, []),
+            }.get(kind, []):
+                before = users.get(user.encode(), SlowTime())
+                users[user.encode()] = before.plus(spent.seconds, round(spent.commands * scale))
+        return users

@@ -93,6 +93,8 @@ class ValkeyServer(Server):
             "1000",
             "--slowlog-max-len",
             "1024",
+            "--acllog-max-len",
+            "16",
             "--maxclients",
             str(self._max_clients()),
             "--proto-max-bulk-len",

@@ -161,14 +161,16 @@ class WorkerUsers:
         rights = claimed_rights(worker_id, pool, user_id, budgets)
         await self._ask(*self._definition(worker_id, rights))
 
-    async def workers_with_budget(self, name: str) -> list[str]:
-        """Returns the workers whose calls are counted in the budget of this name, by their
-        rights."""
-        own = f"~{keys.budget(name, '')}"
-        rights = (text_of(line).split() for line in await self._ask("ACL", "LIST"))
-        return [
-            words[1] for words in rights if any(word.lstrip("(").startswith(own) for word in words)
-        ]
+    async def workers_with_budgets(self, names: Collection[str]) -> dict[str, list[str]]:
+        """Returns for each budget the workers whose calls are counted in it, by their rights."""
+        workers: dict[str, list[str]] = {name: [] for name in names}
+        rights = {f"~{keys.budget(name, '*')}": name for name in names}
+        for line in await self._ask("ACL", "LIST"):
+            _, user, *words = text_of(line).split()
+            held = {rights[right] for word in words if (right := word.strip("()")) in rights}
+            for name in held:
+                workers[name].append(user)
+        return workers
 
     async def delete(self, worker_id: str) -> None:
         """Deletes the login of a worker that has ended; cuts connections that it left."""

@@ -10,10 +10,13 @@ machine that is all of it.
 from __future__ import annotations
 
 import asyncio
+import socket
 import statistics
+import struct
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from redis.asyncio import Redis
@@ -24,7 +27,9 @@ from infra.local.servers import ValkeyServer
 from infra.valkey.client import reply_of, text_of
 from tests.integration.activities.events.test_quotas import WatchedFleet
 from tests.support.activities.harness import ActivityHarness
+from tests.support.valkey_wire import encoded
 from worker_runtime.protocol import keys
+from workflows.user_worker.messages import WorkerRef
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -127,6 +132,75 @@ async def test_a_worker_that_keeps_valkey_busy_for_half_of_the_time_is_cut_off(
     assert asked > BUSY_SHARE
     assert "keeps Valkey busy" in reason, "cut off for something else"
     assert fleet.cutting.count == 1, "the other worker was cut off, too"
+
+
+async def search_from_new_connections(
+    fleet: WatchedFleet, worker: WorkerRef, name: str, entry_bytes: int, *, is_reset: bool
+) -> None:
+    """Searches the list like `search_on`, each batch through a connection of its own.
+
+    `is_reset`: the connection is reset before the batch is answered. The server carries it out all
+    the same, and has forgotten the connection afterwards.
+    """
+    login = urlsplit(fleet.users.url(worker.worker_id, fleet.server.url))
+    searches = encoded("LREM", name, "0", "y" * entry_bytes) * (50 if entry_bytes == QUICK else 5)
+    batch = encoded("AUTH", login.username or "", login.password or "") + searches
+    async with fleet.login(worker) as other:
+        while True:
+            reader, writer = await asyncio.open_connection("127.0.0.1", fleet.server.port)
+            try:
+                writer.write(batch)
+                if is_reset:
+                    link = writer.get_extra_info("socket")
+                    link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                else:
+                    if not (await reader.readline()).startswith(b"+OK"):
+                        raise AuthenticationError
+                    for _ in range(batch.count(b"LREM")):
+                        await reader.readline()
+            finally:
+                writer.transport.abort()
+            await other.ping()  # no more of them at once than the server carries out
+
+
+@pytest.mark.parametrize(
+    ("entry_bytes", "is_reset"),
+    [(QUICK, True), (SLOW, True), (SLOW, False)],
+    ids=["quick-reset", "slow-reset", "slow-answered"],
+)
+async def test_a_worker_that_keeps_valkey_busy_from_a_new_connection_each_time_is_cut_off(
+    fleet: WatchedFleet, valkey_server: ValkeyServer, entry_bytes: int, is_reset: bool
+) -> None:
+    """No list of clients shows whose such a connection was."""
+    user, worker = await fleet.connected()
+    _, healthy = await fleet.connected()
+    async with fleet.login(worker) as hostile:
+        await fill(hostile, keys.requests(user), entry_bytes)
+    thread = ThreadTimes(valkey_server)
+    attacking = [
+        asyncio.create_task(
+            search_from_new_connections(
+                fleet, worker, keys.requests(user), entry_bytes, is_reset=is_reset
+            )
+        )
+        for _ in range(3)
+    ]
+    async with fleet.login(healthy) as other:
+        while not fleet.cutting.count:
+            asked, got = thread.shares()
+            fleet.watcher.busy_share = BUSY_SHARE * got
+            await fleet.watcher.look()
+            await other.ping()
+            await asyncio.sleep(READ_INTERVAL_S)
+        for attack in attacking:
+            with pytest.raises((AuthenticationError, ConnectionError, OSError)):
+                await attack
+        await fleet.cutting.wait()
+        assert await other.ping(), "the other worker was cut off, too"
+    reason = text_of(await fleet.client.get(keys.cut_off(worker.worker_id)))
+    assert "keeps Valkey busy" in reason, "cut off for something else"
+    assert asked > BUSY_SHARE
+    assert fleet.cutting.count == 1
 
 
 async def test_a_worker_that_keeps_valkey_busy_for_a_quarter_of_the_time_stays(

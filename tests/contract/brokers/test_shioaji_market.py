@@ -35,6 +35,7 @@ from worker_runtime.brokers.shioaji.broker import ShioajiBroker
 from worker_runtime.brokers.shioaji.reported_orders import ReportedOrders
 from worker_runtime.protocol.errors import (
     BrokerUnreachable,
+    BrokerVersionRefused,
     LoginLimited,
     LoginRejected,
     OrderRejected,
@@ -264,6 +265,45 @@ def test_220_orders_of_a_simulation_that_are_shown_late_settle_nothing_before(
     assert shown.behind is None
 
 
+def test_22_rows_without_an_account_are_listed_and_cancelled(heard: HeardOrders) -> None:
+    stage = stage_of(names_no_account=True)
+    broker = logged_in(stage, heard)
+    placed = broker.place(order(symbol="2330", price=Decimal(50)), 5.0)
+    later = logged_in(stage, heard)
+    assert [listed.state for listed in later.orders(5.0).orders] == [SUBMITTED]
+    later.cancel(placed.broker_order_id, 5.0)
+    until(lambda: [listed.state for listed in later.orders(5.0).orders] == [CANCELLED])
+
+
+def test_216_an_order_that_was_filled_the_day_before_is_not_working_today(
+    heard: HeardOrders,
+) -> None:
+    stage = stage_of("futures")
+    broker = logged_in(stage, heard)
+    broker.place(order(symbol="TXFA6", price=Decimal(200), quantity=1), 5.0)
+    assert [listed.state for listed in broker.orders(5.0).orders] == [FILLED]
+    stage.market.behaviour.restores_as_pending = True
+    shown = {
+        session: [(listed.state, len(listed.fills)) for listed in session.orders(5.0).orders]
+        for session in (broker, logged_in(stage, heard))
+    }
+    # The session that saw the fill keeps it. Another one takes the order for one on its way.
+    assert list(shown.values()) == [[(FILLED, 1)], [(OrderState.SUBMITTING, 0)]]
+
+
+def test_19_contracts_that_are_not_there_yet_refuse_an_order_and_not_the_next_one(
+    heard: HeardOrders,
+) -> None:
+    stage = stage_of(missing={"2330"})
+    broker = logged_in(stage, heard)
+    with pytest.raises(OrderRejected, match="no stock contract"):
+        broker.place(order(symbol="2330", price=Decimal(50)), 5.0)
+    assert stage.taken("111") == []
+    stage.market.behaviour.missing.clear()
+    broker.place(order(symbol="2330", price=Decimal(50)), 5.0)
+    assert len(stage.taken("111")) == 1
+
+
 def test_81_a_token_that_is_renewed_again_and_again_takes_one_connection(
     heard: HeardOrders,
 ) -> None:
@@ -343,6 +383,7 @@ def test_an_account_that_is_not_signed_is_refused_before_the_first_order(
     ("error", "error_type"),
     [
         (REAL.SystemMaintenance("503 Service Unavailable"), LoginLimited),
+        (REAL.SystemMaintenance("503 please update the version"), BrokerVersionRefused),
         (REAL.ServerError("StatusCode: 451, Detail: x"), LoginLimited),
         (REAL.ShioajiConnectionError("login"), BrokerUnreachable),
     ],
@@ -350,8 +391,9 @@ def test_an_account_that_is_not_signed_is_refused_before_the_first_order(
 def test_logins_fail_as_the_broker_says(
     heard: HeardOrders, error: Exception, error_type: type[Exception]
 ) -> None:
-    with pytest.raises(error_type):
+    with pytest.raises(error_type) as caught:
         logged_in(stage_of(login_error=error), heard)
+    assert caught.type is error_type
 
 
 # --- deals that differ in nothing but their ids -------------------------------------------------

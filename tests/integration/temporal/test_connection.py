@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
+from temporalio import workflow
+from temporalio.client import Client
+from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
 from api.workers.service import WorkerControl, connect_temporal
 from infra.compose import health
@@ -188,3 +191,56 @@ async def test_the_api_takes_over_a_new_key_without_a_restart(
     assert len(told) == 1, "once, not with every look"
     assert path.name in told[0]
     assert API_KEY not in str(logs)
+
+
+@workflow.defn
+class Greeting:
+    @workflow.run
+    async def run(self) -> str:
+        return "done"
+
+
+async def test_who_polls_continues_through_two_renewals_of_its_key(
+    proxy: TlsProxy, settings: Settings, temporal_server: TemporalServer
+) -> None:
+    """The proxy refuses a key that has ended, with each request. The dev server has no authorizer
+    that verifies JWTs."""
+    path = Path(settings.temporal_api_key_file)
+    client = await connection.connect_orchestrator(settings)
+    direct = await Client.connect(temporal_server.address)
+    watching = asyncio.create_task(connection.watch_connection(client, settings, period=0.05))
+
+    async def greet(name: str) -> None:
+        result = await direct.execute_workflow(
+            Greeting.run, id=f"greeting-{name}", task_queue="renewals"
+        )
+        assert result == "done"
+
+    async def until_refused(than: int) -> None:
+        while proxy.refused <= than:  # noqa: ASYNC110 - the proxy has no event
+            await asyncio.sleep(0.01)
+
+    async with Worker(
+        client,
+        task_queue="renewals",
+        workflows=[Greeting],
+        workflow_runner=UnsandboxedWorkflowRunner(),
+    ):
+        await greet("before")
+        for old, new in ((API_KEY, "cassette"), ("cassette", "coasters")):
+            proxy.renew(new)
+            _key_file(path, new)
+            while client.api_key != new:  # noqa: ASYNC110 - a client has no event
+                await asyncio.sleep(0.01)
+            await greet(f"{new}-and-{old}")
+            proxy.expire(old)
+            await connection.check_client(client, settings)
+            await greet(new)
+        assert not proxy.refused, "a key was used after its end"
+        # A key that is renewed too late is refused, and then the new one counts.
+        proxy.expire("coasters")
+        await until_refused(0)
+        proxy.renew("octets")
+        _key_file(path, "octets")
+        await greet("late")
+    watching.cancel()

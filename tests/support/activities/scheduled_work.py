@@ -435,14 +435,14 @@ class InstrumentLoad(ScheduledWork):
     async def check(self) -> None:
         rows = await self.harness.sql("select code from instruments where listed order by code")
         assert [code for (code,) in rows] == list(CODES)
-        assert (
-            await self.harness.sql("select 1 from instrument_loads where state = 'running'") == []
-        )
+        # A look that came just before the list was in force may have begun another load of it,
+        # which changes nothing.
+        states = {
+            state for (state,) in await self.harness.sql("select state from instrument_loads")
+        }
+        assert "loaded" in states
+        assert "running" not in states
         assert await self.harness.sql("select 1 from instrument_staging") == []
-        loaded = await self.harness.sql(
-            "select count(*) from instrument_loads where state = 'loaded'"
-        )
-        assert loaded == [(1,)]
 
     def day_id(self) -> str:
         return names.instrument_load_id("paper", f"{datetime.now(HOME_ZONE):%Y-%m-%d}", "stock")

@@ -81,6 +81,9 @@ class MarketBehaviour:
     own_orders_only: bool = False
     #: Trades name no account (Sinotrade/Shioaji #22).
     names_no_account: bool = False
+    #: Filled orders come back without number and deals, as `PendingSubmit`, as those of the day
+    #: before do (Sinotrade/Shioaji #216).
+    restores_as_pending: bool = False
     #: State and reasons of the cache of trades.
     cache: tuple[str, ...] = ("Healthy",)
     #: The login's account is not signed for orders by API.
@@ -272,12 +275,13 @@ def order_event(row: Row, kind: str, code: str) -> dict[str, Any]:
 def trade_of(row: Row, behaviour: MarketBehaviour, account: Any) -> SimpleNamespace:
     """A `Trade` as the SDK shows the row now."""
     hidden = behaviour.hides_reduced_quantity and (row.cancelled or row.status == "Filled")
+    is_pending = behaviour.restores_as_pending and row.status == "Filled"
     return SimpleNamespace(
         contract=row.contract,
         order=SimpleNamespace(
             id=row.id,
             seqno=f"{row.number:06d}",
-            ordno=f"X{row.number:04d}",
+            ordno="" if is_pending else f"X{row.number:04d}",
             action=row.native.action,
             price=float(row.native.price),
             quantity=int(row.native.quantity),
@@ -289,16 +293,16 @@ def trade_of(row: Row, behaviour: MarketBehaviour, account: Any) -> SimpleNamesp
         ),
         status=SimpleNamespace(
             id=row.id,
-            status=REAL.OrderStatus(row.status),
-            status_code="00",
+            status=REAL.OrderStatus("PendingSubmit" if is_pending else row.status),
+            status_code="" if is_pending else "00",
             msg=row.message,
             modified_price=row.price if row.price != row.native.price else 0.0,
             order_quantity=0 if hidden else row.native.quantity - row.cancelled,
-            deal_quantity=row.filled,
+            deal_quantity=0 if is_pending else row.filled,
             cancel_quantity=row.cancelled,
             deals=[
                 SimpleNamespace(seq=seq, quantity=quantity, price=price, ts=ts)
-                for seq, quantity, price, ts in row.deals
+                for seq, quantity, price, ts in ([] if is_pending else row.deals)
             ],
         ),
     )

@@ -143,6 +143,12 @@ class TlsProxy:
     port: int = 0
     #: Connections with the right API key.
     admitted: int = 0
+    #: The API keys that count now.
+    valid_keys: set[str] = field(default_factory=lambda: {API_KEY})
+    #: Requests without one of them.
+    refused: int = 0
+    #: All keys that ever counted.
+    _known_keys: set[str] = field(default_factory=lambda: {API_KEY})
     _served: dict[asyncio.Task[None], asyncio.StreamWriter] = field(default_factory=dict)
 
     @property
@@ -158,6 +164,15 @@ class TlsProxy:
         finally:
             del self._served[task]
             writer.close()
+
+    def renew(self, api_key: str) -> None:
+        """From now on this key counts, too."""
+        self.valid_keys.add(api_key)
+        self._known_keys.add(api_key)
+
+    def expire(self, api_key: str) -> None:
+        """From now on requests with this key are refused, on open connections, too."""
+        self.valid_keys.remove(api_key)
 
     async def close(self) -> None:
         """Ends all connections."""
@@ -194,23 +209,33 @@ class TlsProxy:
         writer: asyncio.StreamWriter,
     ) -> None:
         forth.write(await reader.readexactly(_PREFACE))
-        admitted: bool | None = None
+        # A client sends its key in full once, and then by a number of the connection's own.
+        key, has_refused = "", False
+        is_first = True
         while True:
             head = await reader.readexactly(9)
             body = await reader.readexactly(int.from_bytes(head[:3], "big"))
             kind, stream = head[3], int.from_bytes(head[5:], "big")
-            shown = kind == _HEADERS and _hpack(f"Bearer {API_KEY}") in body
-            if kind == _HEADERS and admitted is None:
-                admitted = shown
-                self.admitted += admitted
-            elif shown and not admitted:  # the client has a new key: it connects anew
-                raise ConnectionResetError
-            if stream > 1 and not admitted:
-                if kind == _HEADERS:
+            if kind == _HEADERS:
+                shown = self._shown_key(body)
+                key = shown or key
+                self.admitted += is_first and key in self.valid_keys
+                is_first = False
+                if shown in self.valid_keys and has_refused:
+                    raise ConnectionResetError  # the client has a new key: it connects anew
+                if stream > 1 and (has_refused or key not in self.valid_keys):
+                    # The server behind has not seen this head: nothing of this connection is
+                    # passed on any more.
+                    has_refused = True
+                    self.refused += 1
                     writer.write(_frame(_HEADERS, _END, stream, _DENIED))
+            if stream > 1 and has_refused:
                 continue
             forth.write(head + body)
             await forth.drain()
+
+    def _shown_key(self, head: bytes) -> str:
+        return next((key for key in self._known_keys if _hpack(f"Bearer {key}") in head), "")
 
 
 @contextlib.asynccontextmanager

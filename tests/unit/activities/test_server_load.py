@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from activities.events.quota_watcher import (
     BUSY_SHARE,
     MIN_MEMORY_CHANGE_BYTES,
@@ -51,3 +53,19 @@ def test_a_read_that_failed_is_repeated() -> None:
     load.note_asked(1.0)
     assert not load.needs_list(1.0 + RATE_SPAN_S / 3, full, BUSY_SHARE), "not at once"
     assert load.needs_list(1.0 + RATE_SPAN_S, full, BUSY_SHARE)
+
+
+@pytest.mark.parametrize(("share", "is_busy"), [(0.51, True), (0.49, False)])
+def test_the_server_is_busy_when_its_thread_works_for_half_of_the_time(
+    share: float, is_busy: bool
+) -> None:
+    """By the processor time of the thread, which a machine with other work does not lengthen."""
+    load = ServerLoad()
+    for tick in range(8):
+        at = tick * RATE_SPAN_S
+        seen = totals()._replace(worked=100.0 + share * at)
+        asked = load.needs_list(at, seen, BUSY_SHARE)
+        if tick:  # nothing is known before the first span
+            assert (asked, load.is_busy) == (is_busy, is_busy)
+        if asked:
+            listed(load, at, seen)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, ConnectionError
+from structlog.testing import capture_logs
 
 from activities.events.quota_watcher import (
     BYTES_PER_SENT_BYTE,
@@ -132,6 +133,26 @@ async def test_a_fleet_that_fills_memory_slowly_is_cut_off_before_orders_are_ref
     async with runners.login() as again:
         with pytest.raises(AuthenticationError):
             await again.ping()
+
+
+async def test_errors_that_a_fleet_reports_without_end_fill_no_memory(
+    runners: WatchedRunners,
+) -> None:
+    """They stand under a name of nobody's. That they were too many is an error itself."""
+    largest = 0.0
+    async with runners.login() as hostile:
+        with capture_logs() as logs:
+            for number in range(2 * MAXMEMORY // 1_000_000):
+                fields = {"key": f"jobs|{number}", "text": "x" * 1_000_000, "count": 1}
+                await hostile.xadd(keys.ERRORS, fields)  # type: ignore[arg-type]
+                if number % 4 == 0:  # 16 MB a second
+                    await runners.watcher.look()
+                    largest = max(largest, (await read_memory(runners.client)).share)
+                    await asyncio.sleep(READ_INTERVAL_S)
+    assert largest < REFUSED_SHARE
+    assert next(line["log_level"] for line in logs if line["event"] == "error_reports_deleted") == (
+        "error"
+    )
 
 
 async def test_a_fleet_that_sends_as_fast_as_it_can_is_cut_off(runners: WatchedRunners) -> None:

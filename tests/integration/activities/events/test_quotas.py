@@ -22,6 +22,7 @@ from activities.events.quota_watcher import (
     MAX_NAMES,
     READ_INTERVAL_S,
     ClientCounts,
+    NotedCommand,
     QuotaWatcher,
     SlowTime,
 )
@@ -34,7 +35,7 @@ from infra.valkey.worker_users import WorkerUsers
 from tests.support.activities.harness import ActivityHarness
 from tests.support.workers.pool_worker import POOL
 from worker_runtime.jobs.protocol import keys as job_keys
-from worker_runtime.protocol import keys
+from worker_runtime.protocol import keys, scripts
 from workflows.user_worker.messages import WorkerRef
 
 MEGABYTE = b"x" * 1_000_000
@@ -352,6 +353,96 @@ def test_a_busy_trader_is_not_named_for_the_time_of_others_slow_commands() -> No
     for second in range(3):
         listing = activity(("p-1", 600 * second), ("default", 100 * second))
         assert counts.look(float(second), listing, is_busy=True, slow=others) == []
+
+
+def noted(seconds: float, address: str, *words: str) -> NotedCommand:
+    """A command as SLOWLOG GET has it."""
+    command = [word.encode() for word in words]
+    return NotedCommand.of([1, 1_700_000_000, int(seconds * 1e6), command, address.encode(), b""])
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (("LREM", "own", "0", "others"), b"own"),
+        (("blpop", "own", "others", "1"), b"own"),
+        (("EvalSha", "0" * 40, "1", "own", "others"), b"own"),
+        # What no right of the user was compared with could name anybody.
+        (("EVALSHA", "0" * 40, "0", "others"), b""),
+        (("EVALSHA", "x 1 others", "0"), b""),
+        (("EVALSHA", "0" * 40, "-1", "others"), b""),
+        (("PING", "others"), b""),
+        (("PUBLISH", "others", "x"), b""),
+        (("SELECT", "others"), b""),
+        (("INFO", "server", "others"), b""),
+        (("TIME",), b""),
+    ],
+)
+def test_only_a_key_that_the_server_has_checked_says_whose_a_command_was(
+    words: tuple[str, ...], key: bytes
+) -> None:
+    assert noted(0.1, "x:1", *words).key == key
+
+
+def test_commands_of_connections_that_have_ended_count_for_whom_the_last_list_showed_there() -> (
+    None
+):
+    counts = ClientCounts()
+    counts.look(0.0, activity(("p-1", 9), ("p-2", 9), ("fleet-jobs", 9), ("default", 9)))
+    listing = activity(("p-2", 9))
+    quick, slow = 0.0005, 0.002
+    by_user, unseen = counts.find_ended(
+        listing,
+        [
+            *(noted(seconds, "p-1:1", "GET", "a") for seconds in (quick, slow)),
+            *(noted(seconds, "fleet-jobs:1", "GET", "b") for seconds in (quick, slow)),
+            noted(slow, "default:1", "GET", "a"),
+            noted(slow, "p-2:1", "GET", "c"),
+            noted(quick, "", "GET", "d"),
+            noted(slow, "p-9:1", "GET", "e"),
+        ],
+    )
+    assert {user: spent.commands for user, spent in by_user.items()} == {
+        b"p-1": 2,
+        b"fleet-jobs": 1,
+        b"default": 1,
+    }
+    assert [command.key for command in unseen] == [b"d", b"e"]
+
+
+@pytest.mark.parametrize(("seconds", "is_named"), [(0.6, True), (0.4, False)])
+def test_whose_ended_connections_fill_half_of_the_time_is_named(
+    seconds: float, is_named: bool
+) -> None:
+    counts, named = ClientCounts(), list[str]()
+    for second in range(3):
+        ended = {b"p-1": SlowTime(seconds, 900), b"default": SlowTime(0.9, 900)}
+        listing = activity(("p-2", 10 * second), ("default", 100 * second))
+        offenders = counts.look(float(second), listing, is_busy=True, ended=ended)
+        named += [user for user, _ in offenders]
+    assert named == (["p-1"] if is_named else [])
+
+
+async def test_a_key_names_the_logins_that_reach_it(fleet: WatchedFleet) -> None:
+    user, worker = await fleet.connected()
+    of_worker = f"worker {worker.worker_id}".encode()
+    names = {
+        keys.requests(user): of_worker,
+        keys.owner(user): of_worker,
+        keys.switch(user): of_worker,
+        keys.events_of(worker.worker_id): of_worker,
+        keys.pool_inbox(POOL, worker.worker_id): of_worker,
+        job_keys.job(job_keys.user_tag(user), "x"): of_worker,
+        keys.requests("nobody"): b"",
+        keys.budget("v1-made-up", "orders"): b"budget v1-made-up",
+        job_keys.job(job_keys.FLEET_TAG, "x"): f"fleet {job_keys.FLEET_TAG}".encode(),
+        keys.EVENT_BELL: b"",
+        keys.GENERATION: b"",
+        keys.client_order(user, "x"): b"",
+        "x": b"",
+    }
+    logins = await valkey.run_script(fleet.client, scripts.NAME_USERS, [], list(names))
+    assert dict(zip(names, logins, strict=True)) == names
 
 
 @pytest.mark.timeout(90)

@@ -80,7 +80,7 @@ class Case:
     """A workflow that somebody ends."""
 
     work: type[ScheduledWork]
-    #: `run`: what the schedule started; `batch`: its child; `day`: what does the work of a day.
+    #: `run`: what the schedule started; `day`: its child, which does the work of a day.
     part: str
     #: An end by hand is reported, and is a dead letter. Others come again within minutes.
     reported: bool = True
@@ -88,10 +88,8 @@ class Case:
 
 CASES = {
     "maintenance": Case(Maintenance, "run", reported=False),
-    "maintenance-batch": Case(Maintenance, "batch", reported=False),
     "morning": Case(Morning, "run"),
     "morning-of-day": Case(Morning, "day"),
-    "evening": Case(Evening, "run"),
     "evening-of-day": Case(Evening, "day"),
     "report": Case(Report, "run"),
     "statements": Case(Statements, "run"),
@@ -153,8 +151,7 @@ class Scenario:
         """Begins the work and returns what somebody ends once half of it is done."""
         run = await self.begin()
         await until(self.work.is_half_done, "half of the work")
-        part = self.case.part
-        entity = {"run": run, "batch": f"{run}-0"}.get(part) or self.work.day_id()
+        entity = run if self.case.part == "run" else self.work.day_id()
 
         async def listed() -> bool:
             return entity in await self.open_runs()
@@ -225,7 +222,7 @@ async def dead_letters(orchestrator: OrchestratorHarness) -> set[str]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("scenario", ["maintenance", "maintenance-batch", "morning"], indirect=True)
+@pytest.mark.parametrize("scenario", CASES, indirect=True)
 async def test_what_was_ended_half_way_is_done_by_the_next_run_and_nothing_twice(
     scenario: Scenario, way: str
 ) -> None:
