@@ -255,7 +255,7 @@ class ClientTotals(NamedTuple):
     sent: int = 0
     received: int = 0
     commands: int = 0
-    #: What it has now: channels, and bytes of the names in the command that it waits in.
+    #: The channels that it has now, and the bytes of the names in the command that it waits in.
     subscriptions: int = 0
     blocked: int = 0
 
@@ -331,7 +331,7 @@ class UserActivity:
     #: ended, all commands that the server noted.
     slow: float = 0.0
     slow_commands: int = 0
-    #: Of these seconds, those of connections that have ended.
+    #: The part of these seconds that is of connections that have ended.
     ended: float = 0.0
     #: As in `ClientTotals`.
     subscriptions: int = 0

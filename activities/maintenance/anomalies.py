@@ -51,11 +51,11 @@ class EntryState:
 class OverdueLimits:
     """Seconds after which something counts as overdue."""
 
-    #: Counts for a claim that has not connected.
+    #: Applies to a claim that has not connected.
     connect: float
-    #: Counts for a worker that nobody uses, and that should have ended.
+    #: Applies to a worker that nobody uses, and that should have ended.
     idle: float
-    #: Counts for a launch: until then a task announces nothing.
+    #: Applies to a launch: until then a task announces nothing.
     launch: float = 0.0
 
 

@@ -30,7 +30,6 @@ from worker_runtime.protocol.errors import BerthError
 MAX_BODY_BYTES = 64 * 1024
 #: Bytes of a body with a job, whose arguments have 64 KiB and may be written with escapes; and of
 #: one with a batch of jobs.
-#: jobs.
 MAX_BODY_BYTES_BY_PATH = {"/v1/jobs": 128 * 1024, "/v1/jobs/batch": 1024 * 1024}
 #: Seconds in which a body has to arrive. No client of ours takes a second for 64 KiB.
 BODY_TIMEOUT_S = 10.0

@@ -214,7 +214,7 @@ _ANY_TYPE = r"^([a-z][a-z0-9-]{0,31}/)?[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}$"
 
 
 class OwnJobOptions(Body):
-    """Says how a job is enqueued. The job's type decides what is left out."""
+    """Says how a job is enqueued. A field that is left out is as the job's type says."""
 
     model_config = ConfigDict(populate_by_name=True)
 

@@ -53,7 +53,7 @@ class PendingOrder:
     deadline: float
     #: Instant of its request on `time.monotonic`, seconds.
     began: float
-    #: The order with its latest answer applied, if this is a repeat, whose request may have been
+    #: The order with its latest answer applied; only a repeat has it. Its request may have been
     #: enqueued before.
     latest_view: schemas.OrderView | None = None
 

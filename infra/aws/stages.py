@@ -77,8 +77,8 @@ class AwsStage:
 
     @property
     def removal(self) -> RemovalPolicy:
-        """Returns the policy that also suits resources to which we give a name: what a failed first
-        deployment left would make the next one fail."""
+        """Returns the policy for the data. It also suits resources to which we give a name: what a
+        failed first deployment left would make the next one fail."""
         return RemovalPolicy.RETAIN_ON_UPDATE_OR_DELETE if self.keep_data else RemovalPolicy.DESTROY
 
 

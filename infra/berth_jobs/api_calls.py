@@ -81,7 +81,7 @@ Call = Generator[JobRequest | float, Any, T]
 
 
 class EnqueueOptions(JobOptions, frozen=True, kw_only=True, omit_defaults=True):
-    """Says how a job is enqueued. The job's type decides what is left out."""
+    """Says how a job is enqueued. A field that is left out is as the job's type says."""
 
     #: 1 to 64 of letters, digits, `_`, `.` and `-`. The same call with the same id is done once.
     job_id: str = ""

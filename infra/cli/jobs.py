@@ -96,7 +96,8 @@ def _message_keys(tag: str) -> MessageKeys:
 
 @dataclass(frozen=True)
 class JobView:
-    """Shows something once or every second: `draw` makes a table of what `read` returns."""
+    """Holds what a command shows, once or every second: `draw` makes a table of what `read`
+    returns."""
 
     read: Callable[[], Any]
     draw: Callable[[Console, Any], RenderableType]

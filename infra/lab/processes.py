@@ -66,7 +66,7 @@ class WorkerKill(StrEnum):
 
     @property
     def in_place(self) -> bool:
-        """True if the worker survives it, with its epoch."""
+        """Returns True if the worker survives it, with its epoch."""
         return self in (WorkerKill.SESSION, WorkerKill.FROZEN)
 
 

@@ -42,7 +42,7 @@ MAX_DOUBLINGS = 16
 @workflow.defn(name=names.INSTRUMENT_LOAD)
 class InstrumentLoadWorkflow:
     def __init__(self) -> None:
-        #: The wish of an operator, until the next attempt begins.
+        #: The request of an operator, until the next attempt begins.
         self._wanted_now: LoadNow | None = None
 
     @workflow.run

@@ -30,7 +30,7 @@ UNCONFIRMED_STATES = frozenset({"accepted", "queued", "submitting", "unknown", "
 #: The fields that the story tells of.
 _news = attrgetter("state", "finding", "why_unasked")
 
-#: The words for people for what a verification found.
+#: The words in which people read what a verification found.
 _FOUND: dict[str, str] = {
     VerificationFinding.LISTED: "the broker lists it",
     VerificationFinding.MISSING: "the broker does not list it",
