@@ -102,7 +102,7 @@ def settings_of_schedules() -> dict[str, Any]:
 
 
 @dataclass
-class ListingWorker:
+class PagingWorker:
     """Answers `ListInstruments`, an instrument a page. It waits with all pages but the first."""
 
     goes_on: asyncio.Event = field(default_factory=asyncio.Event)
@@ -138,13 +138,13 @@ class BulkHarness:
 
     orchestrator: OrchestratorHarness
     fleet: MaintainedFleet
-    lister: ListingWorker
+    lister: PagingWorker
     worker: Worker
 
     @classmethod
     def of(cls, orchestrator: OrchestratorHarness) -> BulkHarness:
         harness, settings = orchestrator.harness, orchestrator.settings
-        fleet, lister = MaintainedFleet(harness, orchestrator.temporal), ListingWorker()
+        fleet, lister = MaintainedFleet(harness, orchestrator.temporal), PagingWorker()
         starter = orchestrator.restorer.starter
         morning = MorningActivities(harness.database, every_day(), starter.ensure_active)
         jobs = KeptJobs(harness.database, JobClient(harness.client, SECRETS))
@@ -407,7 +407,7 @@ class Statements(Mails):
         return names.statements_id(self._last_day())
 
 
-class InstrumentLoad(ScheduledWork):
+class LoadOfInstruments(ScheduledWork):
     """A list of two pages. The worker waits with the second one."""
 
     schedule = names.INSTRUMENTS_SCHEDULE
@@ -448,7 +448,7 @@ class InstrumentLoad(ScheduledWork):
         return names.instrument_load_id("paper", f"{datetime.now(HOME_ZONE):%Y-%m-%d}", "stock")
 
 
-class InstrumentLook(InstrumentLoad):
+class InstrumentLook(LoadOfInstruments):
     """The look that begins the load, which may not read who lists."""
 
     def held(self) -> AbstractAsyncContextManager[None]:

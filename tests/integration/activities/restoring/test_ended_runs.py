@@ -34,8 +34,8 @@ from tests.support.activities.orchestrator import (
 from tests.support.activities.scheduled_work import (
     BulkHarness,
     Evening,
-    InstrumentLoad,
     InstrumentLook,
+    LoadOfInstruments,
     Maintenance,
     Morning,
     Report,
@@ -95,11 +95,11 @@ CASES = {
     "statements": Case(Statements, "run"),
     "statements-of-day": Case(Statements, "day"),
     "instruments": Case(InstrumentLook, "run", reported=False),
-    "instrument-load": Case(InstrumentLoad, "day", reported=False),
+    "instrument-load": Case(LoadOfInstruments, "day", reported=False),
 }
 
 
-class Scenario:
+class EndedRunScenario:
     """The work of a case, and its schedule on Temporal's server."""
 
     def __init__(self, bulk: BulkHarness, case: Case) -> None:
@@ -201,8 +201,8 @@ async def _let_begin_again(temporal: Client, entity: str) -> None:
 
 
 @pytest.fixture
-def scenario(bulk: BulkHarness, request: pytest.FixtureRequest) -> Scenario:
-    return Scenario(bulk, CASES[request.param])
+def scenario(bulk: BulkHarness, request: pytest.FixtureRequest) -> EndedRunScenario:
+    return EndedRunScenario(bulk, CASES[request.param])
 
 
 async def reports(orchestrator: OrchestratorHarness) -> dict[str, str]:
@@ -224,7 +224,7 @@ async def dead_letters(orchestrator: OrchestratorHarness) -> set[str]:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("scenario", CASES, indirect=True)
 async def test_what_was_ended_half_way_is_done_by_the_next_run_and_nothing_twice(
-    scenario: Scenario, way: str
+    scenario: EndedRunScenario, way: str
 ) -> None:
     orchestrator, work = scenario.orchestrator, scenario.work
     await work.prepare()
@@ -262,7 +262,9 @@ async def test_what_was_ended_half_way_is_done_by_the_next_run_and_nothing_twice
 
 
 @pytest.mark.parametrize("scenario", CASES, indirect=True)
-async def test_a_paused_run_is_reported_and_continues_where_it_was(scenario: Scenario) -> None:
+async def test_a_paused_run_is_reported_and_continues_where_it_was(
+    scenario: EndedRunScenario,
+) -> None:
     orchestrator, work = scenario.orchestrator, scenario.work
     await work.prepare()
     async with work.held():
