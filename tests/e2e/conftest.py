@@ -42,10 +42,7 @@ def running_system() -> Iterator[RunningSystem]:
 @pytest.fixture
 def system(running_system: RunningSystem) -> RunningSystem:
     """The running system with a full pool, whatever the test before did to it."""
-    for server in running_system.stack.servers:
-        if not server.running:
-            server.start()
-    running_system.stack.wait_pool(POOL)
+    running_system.restore()
     return running_system
 
 

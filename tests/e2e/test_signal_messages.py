@@ -44,6 +44,7 @@ STRATEGY = """{
 
 @pytest.fixture(scope="module")
 def hook(running_system: RunningSystem) -> TraderHook:
+    running_system.restore()
     return make_hook(running_system, quantity_unit="lots", entry_mode="delta")
 
 

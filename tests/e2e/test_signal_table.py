@@ -17,7 +17,7 @@ import pytest
 from api.webhooks.planning import EntryMode, SignalAction
 from infra.exchange.records import LedgerOrder
 from tests.support.signal_table import rows, wish_of
-from tests.support.systems.local import POOL, RunningSystem, Trader
+from tests.support.systems.local import RunningSystem, Trader
 from tests.support.systems.signals import TraderHook, make_hook
 from tests.support.systems.trading import account_path, set_price, wait_for_final_orders
 from worker_runtime.protocol.messages import OrderState, Side
@@ -88,7 +88,7 @@ def table() -> list[TableRow]:
 
 @pytest.fixture(scope="module")
 def played(running_system: RunningSystem) -> dict[TableRow, PlayedRow]:
-    running_system.stack.wait_pool(POOL)
+    running_system.restore()
     everything = table()
     shares = [everything[number::TRADERS] for number in range(TRADERS)]
     with ThreadPoolExecutor(TRADERS) as threads:
@@ -203,8 +203,8 @@ def shares_table() -> list[SharesRow]:
 @pytest.fixture(scope="module")
 def played_shares(running_system: RunningSystem) -> dict[SharesRow, PlayedRow]:
     """Each position is made by a webhook that orders odd lots, too."""
+    running_system.restore()
     system, everything = running_system, shares_table()
-    system.stack.wait_pool(POOL)
     trader = system.trader()
     splits = make_hook(system, trader, odd="split")
     rounds = make_hook(system, trader, odd="round_down")

@@ -130,6 +130,13 @@ class RunningSystem:
 
         return until(active, "an active worker")
 
+    def restore(self) -> None:
+        """Starts what an earlier test has stopped, and waits for a full pool."""
+        for server in self.stack.servers:
+            if not server.running:
+                server.start()
+        self.stack.wait_pool(POOL)
+
     # --- what happened ----------------------------------------------------------------------------
 
     def exchange(self, ask: Callable[[ExchangeAdmin], Any]) -> Any:
