@@ -180,7 +180,7 @@ async def test_an_order_that_a_worker_may_still_take_is_not_ended_by_hand(
         body = {"state": "cancelled", "reason": "it does not move"}
         refused = await admin.post(f"/orders/{order['id']}/resolve", json=body)
         assert (refused.status_code, refused.json()["code"]) == (422, "RESOLUTION_INVALID")
-        assert "cancel it" in refused.json()["detail"]
+        assert "Cancel it instead" in refused.json()["detail"]
     worker = await start_worker(api.user)
     await until(lambda: [request.order_id for request in worker.popped] == [order["id"]])
     await until(lambda: api.services.answers.pending == 0)
