@@ -279,7 +279,7 @@ class Settings(BaseSettings):
     audit_days: int = Field(default=2557, ge=366)
     budget_share: float = Field(default=0.9, gt=0, le=1)
     egress_address: str = ""
-    egress_persons: int = Field(default=0, ge=0)
+    egress_persons: int = Field(default=DEFAULT_EGRESS_PERSONS, ge=1)
     idle_timeout: float = 1800.0
     connect_attempts: int = Field(default=3, ge=1)
     connect_timeout: float = 20.0
@@ -338,7 +338,7 @@ class Settings(BaseSettings):
         )
         return Allowance(
             share=self.budget_share,
-            egress_persons=self.egress_persons or DEFAULT_EGRESS_PERSONS,
+            egress_persons=self.egress_persons,
             paper=paper,
             limits={paper_exchange(): paper},
         )

@@ -80,9 +80,9 @@ class BudgetPlanner:
     #: '': calls are counted by address for brokers only whose record has limits of an address: then
     #: all workers count as one address.
     egress_address: str = ""
-    #: The number of persons' limits that the address may use. 0: as many as the broker's record
-    #: says, else `DEFAULT_EGRESS_PERSONS`.
-    egress_persons: int = 0
+    #: The number of persons' limits that the address may use, for the kinds of calls of which the
+    #: broker's record does not say how many the address may make.
+    egress_persons: int = DEFAULT_EGRESS_PERSONS
     brokers: Mapping[str, Plugin] = field(default_factory=installed_brokers)
 
     def __post_init__(self) -> None:
@@ -97,8 +97,7 @@ class BudgetPlanner:
         async with self.database.session(autocommit=True) as session:
             facts = await budgets.read_budget_facts(session, user_id, epoch, reload=reload)
         users = max(1, await self._count_address_users())
-        persons = self.egress_persons or DEFAULT_EGRESS_PERSONS
-        share = persons / users if self.egress_address else math.inf
+        share = self.egress_persons / users if self.egress_address else math.inf
         return AssignmentBudgets(user_id, epoch, facts, share, users)
 
     def account(
@@ -142,9 +141,9 @@ class BudgetPlanner:
 
     def _address_persons(self, broker: str) -> dict[str, float]:
         """Returns how many persons' calls the broker takes from an address, by kind, as its record
-        says; nothing where an operator has said how many."""
+        says."""
         plugin = self.brokers.get(broker)
-        if plugin is None or self.egress_persons:
+        if plugin is None:
             return {}
         return plugin.record.limits.address_persons()
 

@@ -377,13 +377,13 @@ def with_limits_of_an_address(**limits: int) -> dict[str, Plugin]:
     ("address", "persons", "share", "shares"),
     [
         # Two users: each may make half of the calls, and no more than a person does.
-        ("", 0, 1000, {"orders": 300, "logins": 1000, "connections": 200}),
-        ("192.0.2.1", 0, 1000, {"orders": 300, "logins": 1000, "connections": 200}),
-        # An operator knows better.
-        ("192.0.2.1", 1, 500, {}),
+        ("", 10, 1000, {"orders": 300, "logins": 1000, "connections": 200}),
+        ("192.0.2.1", 10, 1000, {"orders": 300, "logins": 1000, "connections": 200}),
+        # The record says nothing of queries: for these the setting counts.
+        ("192.0.2.1", 1, 500, {"orders": 300, "logins": 1000, "connections": 200}),
     ],
 )
-async def test_the_record_says_how_much_an_address_may_do_unless_an_operator_does(
+async def test_the_record_says_how_much_an_address_may_do_and_the_setting_for_what_it_leaves_out(
     harness: ActivityHarness, address: str, persons: int, share: int, shares: dict[str, int]
 ) -> None:
     brokers = with_limits_of_an_address(orders_per_10s=150, logins_per_day=9000, connections=1)
@@ -400,7 +400,7 @@ async def test_the_record_says_how_much_an_address_may_do_unless_an_operator_doe
 async def test_calls_are_counted_by_person_only_where_nobody_limits_an_address(
     harness: ActivityHarness,
 ) -> None:
-    claim, _ = await sealed_claim(behind_address(harness, "", 0), await harness.user(), "c0")
+    claim, _ = await sealed_claim(behind_address(harness, ""), await harness.user(), "c0")
     assert (claim.accounts[0].address_budgets, claim.accounts[0].address_shares) == ([], {})
 
 
