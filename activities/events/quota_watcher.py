@@ -841,8 +841,8 @@ class QuotaWatcher:
     ) -> dict[bytes, SlowTime]:
         """Returns what these commands took, `scale` times, by the user that reaches their keys.
 
-        Of a fleet only slow ones count, as in `UserActivity.load`. Whoever shares a budget of
-        linked users counts for it, as in `WorkerCutOff.cut_off_writer`.
+        Only the slow commands of a fleet count, as in `UserActivity.load`. Every worker that shares
+        a budget of linked users counts for it, as in `WorkerCutOff.cut_off_writer`.
         """
         keyed = [command for command in commands if command.key]
         if not keyed:

@@ -115,7 +115,7 @@ class SignalTestRequest(Body):
 
 
 class EarlierSignalView(View):
-    """A signal that came before the one that is tested."""
+    """A signal that came before the tested signal."""
 
     id: int = Field(description="Its number among the webhook's calls.")
     webhook_id: UUID
